@@ -1,0 +1,1 @@
+"""Turns the files that runs wrote into reports for people."""
