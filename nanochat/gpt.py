@@ -289,15 +289,15 @@ class GPT(nn.Module):
 
     def _smear(self, x, kv_cache):
         """Add to each token (B, T, C) a gated share of the one before it, as that was before its own smear."""
-        before = kv_cache.prev_embedding if kv_cache is not None else None
         if kv_cache is not None:
+            before = kv_cache.prev_embedding
             kv_cache.prev_embedding = x[:, -1:]
-        if before is None:  # the first token of a text has none before it
-            first, rest, before = x[:, :1], x[:, 1:], x[:, :-1]
-        else:
-            first, rest, before = x[:, :0], x, torch.cat([before, x[:, :-1]], dim=1)
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(rest[..., :24]))
-        return torch.cat([first, rest + gate * before], dim=1)
+            if before is not None:
+                x = torch.cat([before, x], dim=1)
+                return self._smear(x, None)[:, 1:]
+        # The first token of a text has none before it.
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[:, 1:, :24]))
+        return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)
 
     def forward(self, idx, targets=None, kv_cache=None, loss_reduction="mean"):
         """Logits (B, T, vocab_size) in fp32 for tokens idx (B, T), or with `targets` (B, T) the cross-entropy in nats.

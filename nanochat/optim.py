@@ -40,14 +40,14 @@ def adamw_step_fused(p, grad, exp_avg, exp_avg_sq, step_t, lr_t, beta1_t, beta2_
 
 def _adamw_step(p, grad, exp_avg, exp_avg_sq, step_t, lr_t, beta1_t, beta2_t, eps_t, wd_t):
     g = grad.float()
-    decayed = p.float() * (1 - lr_t * wd_t)
+    updated = p.float() * (1 - lr_t * wd_t)
     m = exp_avg.float().lerp(g, 1 - beta1_t)
     v = exp_avg_sq.float().lerp(g.square(), 1 - beta2_t)
     bias1 = 1 - beta1_t**step_t
     bias2 = 1 - beta2_t**step_t
     exp_avg.copy_(m)
     exp_avg_sq.copy_(v)
-    p.copy_(decayed - lr_t / bias1 * (m / ((v / bias2).sqrt() + eps_t)))
+    p.copy_(updated.add_(m / ((v / bias2).sqrt() + eps_t), alpha=-(lr_t / bias1)))
 
 
 # Polar Express (arXiv 2505.16932): 5 iterations, safety 2e-2, cushion 2.
@@ -80,12 +80,13 @@ def muon_step_fused(
 
 def _muon_step(grads, params, momentum_buffer, second_buffer, momentum_t, lr_t, wd_t, beta2_t, ns_steps, red_dim):
     m, n = params.shape[-2:]
-    momentum_buffer.lerp_(grads, (1 - momentum_t).to(grads.dtype))
-    g = grads.lerp(momentum_buffer, momentum_t.to(grads.dtype))
+    momentum = momentum_t.to(grads.dtype)
+    momentum_buffer.lerp_(grads, 1 - momentum)
+    g = grads.lerp(momentum_buffer, momentum)
 
     X = g.bfloat16() if common.COMPUTE_DTYPE == torch.bfloat16 else g
     row_norms = X.float().norm(dim=-1, keepdim=True)
-    mean_norm = row_norms.square().sum(dim=-2, keepdim=True).sqrt() / m**0.5
+    mean_norm = X.float().norm(dim=(-2, -1), keepdim=True) / m**0.5
     X = X * (mean_norm / row_norms.clamp_min(1e-6)).to(X.dtype)
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
     for a, b, c in polar_express_coeffs[:ns_steps]:
@@ -100,8 +101,8 @@ def _muon_step(grads, params, momentum_buffer, second_buffer, momentum_t, lr_t, 
 
     d = g.size(red_dim)
     v = g.float().square().mean(dim=red_dim, keepdim=True)
-    old_norm = (v * d).sum(dim=(-2, -1), keepdim=True).sqrt()
-    second_buffer.lerp_(v.to(second_buffer.dtype), (1 - beta2_t).to(second_buffer.dtype))
+    old_norm = (v.sum(dim=(-2, -1), keepdim=True) * d).sqrt()
+    second_buffer.lerp_(v.to(second_buffer.dtype), 1 - beta2_t.to(second_buffer.dtype))
     scale = second_buffer.clamp_min(1e-10).rsqrt()
     new_norm = (v * d * scale.float().square()).sum(dim=(-2, -1), keepdim=True).sqrt()
     g = g * (scale * (old_norm / new_norm.clamp_min(1e-10))).to(g.dtype)
