@@ -282,7 +282,7 @@ def read(path: Path) -> Run:
         raise Unreadable(f"{path} has no footer with a verdict")
     if footer.get("lines") != len(lines):
         raise Unreadable(f"{path} has {len(lines)} lines where its footer counts {footer.get('lines')}")
-    if not isinstance(footer.get("reasons"), list):
+    if not isinstance(footer.get("reasons"), list) or not all(isinstance(r, str) for r in footer["reasons"]):
         raise Unreadable(f"{path} has a footer without reasons")
     records = [_record(path, number, line) for number, line in enumerate(lines[1:-1], start=2)]
     if footer.get("counts") != dict(Counter(r["state"] for r in records)):
@@ -307,4 +307,6 @@ def _record(path: Path, number: int, line: str) -> Record:
     for name, kind in _TYPES.items():
         if name not in value or not isinstance(value[name], kind):
             raise Unreadable(f"line {number} of {path} has no valid {name!r}")
+    if not all(isinstance(text, str) for text in (*value["params"].values(), *value["repro"])):
+        raise Unreadable(f"line {number} of {path} has params or repro that are not text")
     return cast(Record, value)

@@ -59,8 +59,8 @@ def context(run: Run) -> dict[str, Any]:
     heading, rows = v.table(run.records)
     return {
         "verdict": run.footer["verdict"],
-        "reasons": run.footer["reasons"],
-        "header": run.header,
+        "reasons": [*run.footer["reasons"], *filter(None, [partial(run.header)])],
+        **{name: str(run.header.get(name) or "") for name in ("package", "started", "seconds")},
         "target": target(run.header),
         "environment": environment(run.header),
         "heading": heading,
@@ -71,7 +71,6 @@ def context(run: Run) -> dict[str, Any]:
         "counts": run.footer["counts"],
         "totals": Counter(r["id"] for r in run.records),
         "signs": SIGNS,
-        "seconds": run.header.get("seconds", ""),
         "tests": len(run.records),
     }
 
@@ -89,18 +88,26 @@ def environment(header: dict[str, Any]) -> str:
     parts = [
         f"{label} {header[name]}" for name, label in (("torch", "torch"), ("python", "Python")) if header.get(name)
     ]
-    parts += ["+".join(header["backends"])] if header.get("backends") else []
-    parts += [str(header["cpu"])] if header.get("cpu") else []
+    parts += [_listed(header[name]) for name in ("backends", "cpu") if header.get(name)]
     parts += [f"{header['gpus']} GPUs"] if header.get("gpus") else []
-    claims = header.get("claims")
-    if claims is not None:
-        parts.append(f"claims {', '.join(claims) or 'nothing'}")
-    options = header.get("options") or {}
+    parts += [f"claims {_listed(header['claims']) or 'nothing'}"] if header.get("claims") is not None else []
+    options = header.get("options")
     for name, value in options.items() if isinstance(options, dict) else ():
         if value not in (None, "", [], {}):
-            shown = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            parts.append(f"--{name.replace('_', '-')} {shown}")
+            parts.append(f"--{name.replace('_', '-')} {_listed(value)}")
     return " · ".join(parts)
+
+
+def _listed(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def partial(header: dict[str, Any]) -> str:
+    """A sentence when the selection left tests out, else ""."""
+    left_out, ran = header.get("deselected"), header.get("collected")
+    if not isinstance(left_out, int) or not isinstance(ran, int) or not left_out:
+        return ""
+    return f"a part only: {left_out} of {left_out + ran} tests were not selected"
 
 
 def areas(records: Iterable[v.Record]) -> list[dict[str, Any]]:
