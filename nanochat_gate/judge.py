@@ -1,0 +1,72 @@
+"""What the replies of a world's ranks amount to: their values, or the one exception that explains them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from nanochat_gate.requirement import Blocked, NotTested, Unsupported, Violation
+from nanochat_gate.world import Reply, World
+
+
+def judge(world: World, replies: list[Reply], repro: list[str]) -> list[Any]:
+    """The values of all ranks, or the exception that says what the first failing rank met."""
+    if all(reply.ok for reply in replies):
+        return [reply.value for reply in replies]
+    first = world.first if world.first is not None else next(i for i, r in enumerate(replies) if not r.ok)
+    error = replies[first].error or {}
+    fields = error.get("fields", {})
+    if error["kind"] == "Unsupported":
+        raise Unsupported(fields["what"])
+    if error["kind"] == "Blocked":
+        raise Blocked(fields["reason"])
+    if error["kind"] == "NotTested":
+        raise NotTested(fields["what"], fields.get("lacks", ""))
+    mismatch = first_mismatch([world.trace(rank) for rank in range(world.spec.size)])
+    others = [f"rank {i}: {(r.error or {})['text']}" for i, r in enumerate(replies) if not r.ok and i != first]
+    finished = [str(i) for i, r in enumerate(replies) if r.ok]
+    if finished:
+        others.append(f"rank{'s' if len(finished) > 1 else ''} {', '.join(finished)}: finished")
+    detail = "\n".join(
+        part
+        for part in (
+            error.get("traceback", "").rstrip(),
+            f"--- the end of rank {first}'s output ---\n{world.log(first)}" if world.log(first) else "",
+            "--- the other ranks ---\n" + "\n".join(others) if others else "",
+        )
+        if part
+    )
+    of = f"rank {first} of {world.spec.size}"
+    if error["kind"] == "Violation":
+        raise Violation(
+            fields["expected"],
+            f"{of}: {fields['actual']}" if world.spec.size > 1 else fields["actual"],
+            where=fields["where"] or error["where"],
+            hint=fields["hint"],
+            detail=detail,
+            repro=repro,
+        )
+    if mismatch and (error.get("hung") or others):
+        expected, actual, where = mismatch
+        raise Violation(expected, f"{actual}; then {of}: {error['text']}", where=where, detail=detail, repro=repro)
+    raise Violation(
+        "every rank runs to the end", f"{of}: {error['text']}", where=error["where"], detail=detail, repro=repro
+    )
+
+
+def first_mismatch(traces: list[list[str]]) -> tuple[str, str, str] | None:
+    """Where ranks first issued different collectives: (expected, actual, where), or None.
+
+    A rank that stopped early is a mismatch only where another rank's next call differs from a third's; a shorter
+    trace alone may just be the rank that failed.
+    """
+    for step, calls in enumerate(itertools.zip_longest(*traces)):
+        issued = {call.split("  ")[0]: (rank, call) for rank, call in enumerate(calls) if call is not None}
+        if len(issued) > 1:
+            (_, (rank_a, call_a)), (_, (rank_b, call_b)) = list(issued.items())[:2]
+            return (
+                f"the same collective on every rank at call {step}",
+                f"rank {rank_a}: {call_a.split('  ')[0]}, rank {rank_b}: {call_b.split('  ')[0]}",
+                call_b.split("  ")[-1],
+            )
+    return None
