@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -157,10 +158,20 @@ class Ranks:
         return gate.pool.take(spec, fresh)
 
     def single(self, function: Callable[..., Any], *args: Any, backend: str = "gloo", **kwargs: Any) -> Any:
-        """The single-process baseline: one rank, with a process group only where the target needs one."""
+        """The single-process baseline: one rank, with a process group only where the target needs one.
+
+        Where the target's step cannot do without futures that the backend lacks, the baseline is given them.
+        Run once for the whole session, whichever worker asks first, so `function` must be deterministic.
+        """
         alone = self.facts.alone
         group = "target" if alone else None
-        return self(function, *args, size=1, backend=backend, group=group, torchrun=alone, **kwargs)[0]
+        lane = "withheld" if alone and self.facts.step != "ok" else "plain"
+
+        def run() -> Any:
+            return self(function, *args, size=1, backend=backend, group=group, torchrun=alone, lane=lane, **kwargs)[0]
+
+        said = repr((function.__module__, function.__qualname__, args, backend, sorted(kwargs.items())))
+        return self.gate.shared(hashlib.sha256(said.encode()).hexdigest()[:16], run)
 
     def torchrun(
         self, function: Callable[..., Any], *args: Any, size: int, group: str | None = "target", **kwargs: Any
@@ -172,11 +183,37 @@ class Ranks:
         return launch.torchrun(self.gate, self.nodeid, function, args, size, group, **kwargs)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     options.add(parser)
+    _keep_out_foreign_conftests(pluginmanager)
+
+
+def _keep_out_foreign_conftests(pluginmanager: Any) -> None:
+    """pytest meets `--nanochat PATH` before it knows the option, takes PATH for a test folder and loads its conftest.
+
+    That would run the fork's code in pytest's own process. Those still to come are kept out here; one that came
+    first (`--nanochat PATH` before `suites/`) is refused in pytest_configure.
+    """
+    load = pluginmanager._loadconftestmodules
+
+    def load_ours(path: Path, *args: Any, **kwargs: Any) -> None:
+        if ROOT in (path, *path.parents):
+            load(path, *args, **kwargs)
+
+    pluginmanager._loadconftestmodules = load_ours
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    foreign = [
+        name
+        for name, _ in config.pluginmanager.list_name_plugin()
+        if Path(name).name == "conftest.py" and ROOT not in Path(name).parents
+    ]
+    if config.getoption("nanochat") and (foreign or config.rootpath != ROOT):
+        raise pytest.UsageError(
+            f"pytest took the target for a test folder (its root is {config.rootpath}); write it as one word: "
+            f"--nanochat={config.getoption('nanochat')}"
+        )
     config.stash[GATE] = Gate(config)
 
 
