@@ -91,7 +91,10 @@ def _blank(item: pytest.Item, mark: Any) -> v.Record:
     params = {name: _label(value) for name, value in given.items() if not str(value).startswith("NotSetType")}
     core = mark.get("core")
     size = params.get("size", "")
-    group = item.get_closest_marker("xdist_group")
+    groups = {
+        str(mark.args[0] if mark.args else mark.kwargs.get("name", "default"))
+        for mark in item.iter_markers("xdist_group")
+    }
     return v.Record(
         id=mark["id"],
         area=mark["id"].split("-")[0],
@@ -106,8 +109,8 @@ def _blank(item: pytest.Item, mark: Any) -> v.Record:
         where="",
         hint="",
         seconds=round(float(item.stash[_SECONDS]), 4),
-        # xdist appends the group's name to the node id; with it the test can't be selected again.
-        nodeid=item.nodeid.rsplit("@", 1)[0] if group else item.nodeid,
+        # Under --dist loadgroup xdist appends groups to the node id; with them the test can't be selected again.
+        nodeid=item.nodeid.removesuffix("@" + "_".join(sorted(groups))),
         repro=[],
         detail="",
         core=(size.isdecimal() and int(size) >= 2) if core is None else bool(core),
