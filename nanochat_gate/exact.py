@@ -3,7 +3,8 @@
 A step has MICRO_BATCHES = 12 micro-batches, dealt round-robin: rank r of N takes r, r+N, ... The gradient of each is
 12*k/64 with integer |k| <= 64. A rank averages its 12/N micro-batches: N*sum(k)/64; ranks average those: sum(k)/64,
 which is what one process gets from all twelve. Every partial sum of a reduction is an integer multiple of 1/64 below
-2^10, exact in fp32. N must divide 12.
+2^10, exact in fp32. N must divide 12. For bf16 and fp16 parameters |k| <= 7: a sum over ranks is N*S/64 with
+|S| <= 84, and N*S <= 256 at N = 3 (N = 2, 4 only move the exponent) fits the 8 bits of a bf16 significand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 MICRO_BATCHES = 12
 SCALE = 64
+LIMIT_16_BIT = 7
 
 
 def integers(shape: Iterable[int], limit: int, *key: object) -> torch.Tensor:

@@ -23,7 +23,8 @@ def set_schedule(optimizers, step):
 def set_gradients(rank, named, step):
     """Give each parameter the exact gradient of this rank's share of the step's micro-batches."""
     for name, parameter in named.items():
-        gradient = exact.dealt(parameter.shape, rank.rank, rank.size, step, name)
+        limit = 64 if parameter.element_size() > 2 else exact.LIMIT_16_BIT
+        gradient = exact.dealt(parameter.shape, rank.rank, rank.size, step, name, limit=limit)
         parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype)
 
 
