@@ -324,7 +324,7 @@ class GPT(nn.Module):
         x = self._smear(x, kv_cache)
         x0, middle = x, None
         for i, block in enumerate(self.transformer.h):
-            x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
+            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             ve = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, ve, cos_sin, self.window_sizes[i], kv_cache)
             if i == self.config.n_layer // 2:
