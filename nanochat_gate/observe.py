@@ -343,7 +343,8 @@ def _launch_withheld(
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     size = tensor.element_size()
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
+    reach = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    last = sum(reach) if tensor.numel() else -1
     start = tensor.storage_offset() * size
     return tensor.untyped_storage().data_ptr(), start, start + (last + 1) * size
 

@@ -30,6 +30,7 @@ class Gate:
     """What one pytest process knows of the run: the target, the server, its worlds, the facts."""
 
     def __init__(self, config: pytest.Config) -> None:
+        self.config = config
         said = options.check(config)
         given = getattr(config, "workerinput", {})
         self.target: Target = said["target"]
@@ -42,7 +43,7 @@ class Gate:
         self.worker: str = given.get("workerid", "main")
         self.folder = Path(given.get("gate_folder", ""))
         self.address: str = given.get("gate_address", "")
-        self._facts = Facts.from_json(given["gate_facts"]) if "gate_facts" in given else None
+        self._facts: Facts | None = None
         self._server: world.Server | None = None
         self._pool: world.Pool | None = None
         self._owns_folder = not given
@@ -66,7 +67,9 @@ class Gate:
     @property
     def facts(self) -> Facts:
         if self._facts is None:
-            self._facts = facts.gather(self.target, self.pool, self.claims)
+            text = self.shared("facts", lambda: facts.gather(self.target, self.pool, self.claims).to_json())
+            self._facts = Facts.from_json(text)
+            self.config.stash[recording.CLAIMS] = frozenset(self._facts.claims)
         return self._facts
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
@@ -229,13 +232,18 @@ def _gates(config: pytest.Config) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start the server before xdist starts its workers, so that both import torch at the same time."""
+    config = session.config
+    if _gates(config):
+        assert config.stash[GATE].server
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
     config = session.config
     gate = config.stash[GATE]
-    if not _gates(config):
-        return
-    found = gate.facts
-    config.stash[recording.CLAIMS] = frozenset(found.claims)
-    config.stash[recording.HEADER] = header(gate, config)
+    if _gates(config) and not hasattr(config, "workerinput"):
+        config.stash[recording.HEADER] = header(gate, config)
 
 
 def header(gate: Gate, config: pytest.Config) -> dict[str, Any]:
@@ -274,12 +282,10 @@ def _processor() -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Workers share the controller's server and what it learned of the target."""
+    """Workers share the controller's server and folder."""
     gate = node.config.stash[GATE]
     assert gate.server
     node.workerinput |= {"gate_folder": str(gate.folder), "gate_address": gate.address}
-    if gate._facts is not None:
-        node.workerinput["gate_facts"] = gate._facts.to_json()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

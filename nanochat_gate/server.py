@@ -42,7 +42,7 @@ def isolate() -> None:
     The root also holds our reference `nanochat`; with it on the path a half-renamed fork would import ours and pass.
     """
     sys.path.insert(0, str(ROOT))
-    import nanochat_gate.rank
+    import nanochat_gate.rank  # noqa: F401
     import suites  # noqa: F401
 
     hidden = {str(ROOT), str(ROOT / "nanochat_gate"), ""}
@@ -84,8 +84,10 @@ class Server:
         self.selector = selectors.DefaultSelector()
         self.groups: dict[int, _Group] = {}
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(address)
+        # Bound under another name first: a client that finds the address must find somebody listening there.
+        self.listener.bind(address + ".new")
         self.listener.listen(64)
+        os.rename(address + ".new", address)
         self.wakeup, wake = socket.socketpair()
         for end in (self.wakeup, wake):
             end.setblocking(False)
@@ -263,9 +265,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     preload()
-    server = Server(address, parent)
-    print("ready", flush=True)
-    server.serve()
+    Server(address, parent).serve()
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def find(path: str | Path) -> Target:
 def check_claims(claims: list[str] | tuple[str, ...], source: str) -> tuple[str, ...]:
     unknown = [claim for claim in claims if claim not in CLAIMS]
     if unknown or not isinstance(claims, (list, tuple)):
-        raise TargetError(f"{source}: unknown claim {', '.join(map(str, unknown))}; a fork can claim {', '.join(CLAIMS)}")
+        words = ", ".join(map(str, unknown))
+        raise TargetError(f"{source}: unknown claim {words}; a fork can claim {', '.join(CLAIMS)}")
     return tuple(dict.fromkeys(claims))
 
 

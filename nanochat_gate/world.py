@@ -32,12 +32,16 @@ from nanochat_gate.server import ROOT, THREADS
 STALL = 10.0  # s without processor time on any rank: nothing in a rank function waits that long for anything but ranks
 LIMIT = 150.0  # s for one call, whatever it does; below pytest-timeout's 300 s
 INITS = 4  # process groups that a rank function may make, one after another, in a world without one
+START = 120.0  # s for the fork server to import torch on a busy machine
 GRACE = 2.0  # s that the other ranks get once one has failed
 _serial = itertools.count()
 
 
 class Server:
-    """The fork server of this run; started here, or reached at the address another process started it at."""
+    """The fork server of this run; started here, or reached at the address another process started it at.
+
+    Starting returns at once: torch is imported while pytest collects, and `connect` waits for it.
+    """
 
     def __init__(self, folder: Path, address: str = "") -> None:
         self.folder = folder
@@ -49,39 +53,44 @@ class Server:
     def _start(self) -> None:
         read, self._lifeline = os.pipe()
         env = {**os.environ, **THREADS, "TORCHDYNAMO_DISABLE": "1"}
-        log = open(self.folder / "server.log", "wb")  # noqa: SIM115 - the child's own copy stays open
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "nanochat_gate" / "server.py"), self.address, str(read)],
-            env=env,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            pass_fds=[read],
-            start_new_session=True,
-        )
+        with open(self.folder / "server.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "nanochat_gate" / "server.py"), self.address, str(read)],
+                env=env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[read],
+                start_new_session=True,
+            )
         os.close(read)
-        log.close()
-        assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != b"ready":
-            tail = (self.folder / "server.log").read_text(errors="replace")[-2000:]
-            raise Blocked(f"the fork server did not start: {tail}")
 
     def connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.connect(self.address)
-        return sock
+        """A connection of its own for one group of processes; Blocked when the server does not come up."""
+        deadline = time.monotonic() + START
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(self.address)
+                return sock
+            except OSError as error:
+                sock.close()
+                ended = self._process is not None and self._process.poll() is not None
+                if ended or time.monotonic() > deadline:
+                    log = self.folder / "server.log"
+                    tail = log.read_text(errors="replace")[-2000:] if log.exists() else ""
+                    raise Blocked(f"the fork server cannot be reached ({error}): {tail}") from None
+            time.sleep(0.05)
 
     def close(self) -> None:
         if self._process is not None:
             os.close(self._lifeline)
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._process.wait(10)
-            if self._process.returncode is None:
+            except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            if self._process.stdout is not None:
-                self._process.stdout.close()
 
 
 @dataclass(frozen=True)
