@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from nanochat_gate import observe, wire
 from nanochat_gate.requirement import Blocked
@@ -130,7 +130,7 @@ class World:
         env |= {"HOME": str(self.folder), "NANOCHAT_BASE_DIR": str(self.folder / "base"), "TMPDIR": str(self.folder)}
         # env:// rendezvous on a store that has served before hangs, so every init of this world gets a fresh one.
         inits = 1 if spec.group else INITS
-        self.stores = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(inits)]
+        self.stores = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(inits)]
         ports = [store.port for store in self.stores]
         if spec.torchrun:
             env |= {
