@@ -42,7 +42,8 @@ class Gate:
         self.env = environment.base(config.getoption("pass_env"))
         self.worker: str = given.get("workerid", "main")
         self.folder = Path(given.get("gate_folder", ""))
-        self.address: str = given.get("gate_address", "")
+        # The fault catalogue gates many targets with one server, named in the environment.
+        self.address: str = given.get("gate_address", "") or os.environ.get("NANOCHAT_GATE_SERVER", "")
         self._facts: Facts | None = None
         self._server: world.Server | None = None
         self._pool: world.Pool | None = None
@@ -177,13 +178,20 @@ class Ranks:
         return self.gate.shared(hashlib.sha256(said.encode()).hexdigest()[:16], run)
 
     def torchrun(
-        self, function: Callable[..., Any], *args: Any, size: int, group: str | None = "target", **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        size: int,
+        group: str | None = "target",
+        lane: str = "plain",
+        **kwargs: Any,
     ) -> list[Any]:
         """Like a call, in processes started by real torchrun (seconds, not milliseconds)."""
         if self.facts.blocked:
             raise Blocked(self.facts.blocked)
         group = self.facts.group if group == "target" else group
-        return launch.torchrun(self.gate, self.nodeid, function, args, size, group, **kwargs)
+        lane = self.facts.withheld_lane if lane == "withheld" else lane
+        return launch.torchrun(self.gate, self.nodeid, function, args, size, group, lane, **kwargs)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
