@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import io
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -94,24 +96,37 @@ class Target:
 
     # -- model -----------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def builds_on_meta(self) -> bool:
+        """Whether models are made on the meta device. False where the target makes them but never calls to_empty."""
+        folders = (Path(self.folder), Path(self.root, "scripts"))
+        files = [file for folder in folders for file in folder.rglob("*.py")]
+        texts = [file.read_text(errors="replace").replace("class GPT(", "") for file in files]
+        return any("to_empty(" in text for text in texts) or not any("GPT(" in text for text in texts)
+
     def config(self, **wanted: Any) -> Any:
         """TINY with changes, less the fields this target's GPTConfig does not have."""
         kind = self.module("gpt").GPTConfig
         fields = {f.name for f in dataclasses.fields(kind)}
         return kind(**{k: v for k, v in (TINY | wanted).items() if k in fields})
 
-    def model(self, device: torch.device | str = "cpu", *, poison: bool = True, **wanted: Any) -> torch.nn.Module:
-        """A GPT made as the training script makes it: on the meta device, to_empty, init_weights.
+    def model(
+        self, device: torch.device | str = "cpu", *, poison: bool = True, integers: int = -1, **wanted: Any
+    ) -> torch.nn.Module:
+        """A GPT made as the training script makes it: on the meta device, to_empty, init_weights (see builds_on_meta).
 
-        poison: fill parameters and buffers with NaN after to_empty, as memory left by somebody else would be.
+        poison: fill parameters and buffers with NaN after to_empty, as memory left by somebody else would be;
+        those that cannot be NaN are filled with `integers`.
         """
-        with _quiet(), torch.device("meta"):
+        on_meta = self.builds_on_meta
+        with _quiet(), torch.device("meta" if on_meta else device):
             model: torch.nn.Module = self.module("gpt").GPT(self.config(**wanted))
-        model.to_empty(device=device)
-        if poison:
+        if on_meta:
+            model.to_empty(device=device)
+        if on_meta and poison:
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
-                    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else integers)
         with _quiet():
             model.init_weights()  # type: ignore[operator]
         return model

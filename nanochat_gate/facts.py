@@ -99,7 +99,7 @@ def look_at_init(rank: Rank) -> str:
         return f"compute_init raises {type(error).__name__}: {' '.join(str(error).split())}"
     if not dist.is_initialized():
         return "compute_init makes no process group: every rank trains alone"
-    size, backend = dist.get_world_size(), dist.get_backend()
+    size, backend = dist.get_world_size(), rank.group_backend()
     if size != rank.size:
         return f"compute_init makes a group of {size} where torchrun started {rank.size}"
     return "group" if backend == "gloo" else f"compute_init makes a {backend} group on CPU"

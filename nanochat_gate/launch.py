@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat_gate import wire
+from nanochat_gate import judge, observe, wire
 from nanochat_gate.requirement import Violation
 from nanochat_gate.server import ROOT
 
@@ -59,12 +59,14 @@ def torchrun(
     args: Sequence[Any],
     size: int,
     group: str | None,
+    lane: str = "plain",
     env: dict[str, str] | None = None,
     limit: float = LIMIT,
 ) -> list[Any]:
     """The results of a rank function on `size` ranks under torchrun; Violation when one does not finish."""
     folder = Path(tempfile.mkdtemp(prefix="torchrun-", dir=gate.folder))
     argv = torchrun_argv(size, str(REPLAY), *_replay_args(gate.target, function, args), "--out", str(folder))
+    argv += ["--lane", lane]
     if group is not None:
         argv += ["--group", group]
     base = str(folder / "base")
@@ -77,12 +79,19 @@ def torchrun(
     how = f"torchrun gave no answer within {limit:.0f} s" if status is None else f"torchrun ended with code {status}"
     first = next((f for f in sorted(folder.glob("rank*.error"), key=os.path.getmtime)), None)
     said = json.loads(first.read_text()) if first else {}
+    actual = f"{how}; {first.stem if first else 'rank ' + ', '.join(missing)}: {said.get('text', 'no result')}"
+    expected, where = said.get("fields", {}).get("expected", "every rank runs to the end under torchrun"), ""
+    traces = [folder / f"rank{rank}.trace" for rank in range(size)]
+    mismatch = judge.first_mismatch([observe.read_trace(str(file)) if file.exists() else [] for file in traces])
+    if mismatch is not None:
+        expected, differs, where = mismatch
+        actual = f"{differs}; then {actual}"
     raise Violation(
-        said.get("fields", {}).get("expected", "every rank runs to the end under torchrun"),
-        f"{how}; {first.stem if first else 'rank ' + ', '.join(missing)}: {said.get('text', 'no result')}",
-        where=said.get("where", ""),
+        expected,
+        actual,
+        where=where or said.get("where", ""),
         detail="\n".join((said.get("traceback", ""), *output.splitlines()[-30:])),
-        repro=repro_lines(gate.target, nodeid, function, args, size, "plain"),
+        repro=repro_lines(gate.target, nodeid, function, args, size, lane),
     )
 
 

@@ -64,6 +64,18 @@ class Rank:
         if dist.get_world_size() != self.size:
             raise RuntimeError(f"the process group has {dist.get_world_size()} ranks where {self.size} were started")
 
+    def group_backend(self) -> str:
+        """What moves this rank's tensors in the default group: "gloo", "nccl", or "" without a group.
+
+        dist.get_backend() says "undefined" of a group made for every device at once.
+        """
+        if not dist.is_initialized():
+            return ""
+        try:
+            return str(dist.group.WORLD._get_backend(self.device).name()).lower()  # type: ignore[union-attr]
+        except RuntimeError:  # a group that does not serve this device
+            return dist.get_backend()
+
 
 def reseed(call: str, rank: int) -> None:
     """Different on every rank, so that weights which are equal only by a shared seed do not stay hidden."""
