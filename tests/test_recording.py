@@ -138,6 +138,7 @@ def test_every_outcome_has_its_state(gate, workers):
         v.NOT_TESTED,
     ]
     assert "every rank trains alone" in text
+    assert "4 passed, 4 skipped, 1 xfailed" in text
     assert run.footer["counts"] == {"PASS": 4, "DEVIATION": 1, "UNSUPPORTED": 2, "NOT TESTED": 2}
 
 
@@ -291,6 +292,15 @@ def test_what_was_not_run_is_not_green(gate, workers, args):
     assert code == 1
     assert run.footer["verdict"] == (v.INCOMPLETE if "--setup-only" in args else v.INCONCLUSIVE)
     assert f"verdict: {run.footer['verdict']}" in text
+
+
+def test_one_rank_is_not_the_core(gate):
+    """A gate of a distributed trainer that only ever started one rank has tested nothing distributed."""
+    one = CORE.replace("[2, 3]", "[1]")
+    assert one != CORE
+    code, run, _ = gate(one, core=False)
+    assert (code, run.footer["verdict"]) == (1, v.INCONCLUSIVE)
+    assert "in PG" in run.footer["reasons"][0]
 
 
 @XDIST
