@@ -105,6 +105,8 @@ class _Replace(cst.CSTTransformer):
         self.scope = []
         self.found = 0
         self.entered = not self.path
+        if not edit.put.strip():
+            raise EditError(f"{edit.find!r}: nothing to put in its place; drop a statement with 'pass'")
         wanted, put = _expression(edit.find), _expression(edit.put)
         self.of_expression = wanted is not None and put is not None
         if self.of_expression:
@@ -120,10 +122,7 @@ class _Replace(cst.CSTTransformer):
             except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
                 raise EditError(f"{edit.find!r} -> {edit.put!r}: not expressions, nor statements ({error})") from None
             self.wanted = ast.dump(statement)
-            kind = type(cst.parse_module(edit.find.strip("\n") + "\n").body[0])
-            self.kind = kind
-        if not self.put:
-            raise EditError(f"{edit.find!r}: nothing to put in its place; drop a statement with 'pass'")
+            self.kind = type(cst.parse_module(edit.find.strip("\n") + "\n").body[0])
 
     def on_visit(self, node):
         if isinstance(node, (cst.FunctionDef, cst.ClassDef)):

@@ -1,4 +1,4 @@
-"""Gates a checkout in a pytest process of its own, cheaply: forked from one that has torch loaded, on a server that runs."""
+"""Gates a checkout in a pytest process of its own, cheaply: forked from one with torch loaded, on a running server."""
 
 import multiprocessing
 import os
@@ -36,16 +36,16 @@ class Gated:
         return found
 
 
-def gate(tree, out, server, ids=(), options=()):
-    """Run `pytest suites` on the checkout, only the requirements in `ids` if there are any.
+def gate(tree, out, server, ids=()):
+    """Run `pytest suites` on the checkout: the requirements in `ids` on up to three ranks, or without ids all of it.
 
     server: the address of a running fork server. Raises verdict.Unreadable when the run left no whole verdict.
     """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    argv = ["suites", f"--nanochat={tree}", f"--gate-out={out}", *options]
+    argv = ["suites", f"--nanochat={tree}", f"--gate-out={out}"]
     if ids:
-        argv += ["-k", " or ".join(ids)]
+        argv += ["--world-sizes=1,2,3", "-k", " or ".join(ids)]
     log = out / "output"
     process = _forks.Process(target=_pytest, args=(argv, str(log), {"NANOCHAT_GATE_SERVER": server}))
     process.start()
