@@ -9,7 +9,6 @@ pytest_plugins = ["nanochat_gate.recording", "nanochat_gate.plugin"]
 
 def pytest_gate_written(config: pytest.Config, path: Path) -> None:
     """Make verdict.md and verdict.html beside the verdict.jsonl that was just written."""
-    return
     from reports import gate
 
     gate.render(path.parent)

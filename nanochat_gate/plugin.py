@@ -304,11 +304,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("requirement")
+    if marker is None:
+        return
     gate = metafunc.config.stash[GATE]
     if "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", gate.backends)
     if "size" in metafunc.fixturenames:
-        wanted = (marker.kwargs["sizes"] if marker else ()) or (2, 3, 4)
+        wanted = marker.kwargs["sizes"] or (2, 3, 4)
         metafunc.parametrize("size", [size for size in wanted if size in gate.world_sizes])
 
 

@@ -170,6 +170,7 @@ def serve(control: socket.socket, spec: dict[str, Any]) -> int:
     rank = Rank(spec, recorder)
     joined = spec["group"] is None
     reader = wire.Reader(control)
+    before: dict[str, Any] = {}
     while (request := reader.wait()) is not None:
         call = request[0]
         recorder.clear()
@@ -181,10 +182,11 @@ def serve(control: socket.socket, spec: dict[str, Any]) -> int:
                 reseed(call["call"], rank.rank)
                 joined = True
                 recorder.clear()
-            before = state_digest(rank.target)
             function = resolve(call["file"], call["name"])
+            before = before or state_digest(rank.target)
             blob = wire.pack(function(rank, *call["args"]))
-            difference = changed(before, state_digest(rank.target))
+            after = state_digest(rank.target)
+            difference, before = changed(before, after), after
             control.sendall(wire.frame({"call": call["call"], "ok": True, "changed": difference}, blob))
         except BaseException as error:
             control.sendall(wire.frame({"call": call["call"], "ok": False, "error": describe(error, rank.target)}))

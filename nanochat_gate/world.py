@@ -150,7 +150,8 @@ class World:
             self.sockets.append(ours)
             theirs.append(other)
             trace = self._file(rank, "trace")
-            trace.write_bytes(bytes(observe.TRACE_BYTES))
+            trace.touch()
+            os.truncate(trace, observe.TRACE_BYTES)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if spec.torchrun else {}
             ranks.append(
                 {
@@ -288,21 +289,24 @@ class World:
 
 
 class _Watch:
-    """Tells when a call has to be given up: a limit, a stall, or the grace after a first failure."""
+    """Tells when a call has to be given up: a limit, a stall, or the grace after a first failure.
+
+    Costs nothing on a call that is over before the first look: reading the process table takes milliseconds.
+    """
+
+    LOOK = 0.5  # s between looks
 
     def __init__(self, pids: list[int], limit: float) -> None:
-        self.end = time.monotonic() + limit
+        self.pids = pids
         self.limit = limit
-        self.processes: list[psutil.Process] = []
-        for pid in pids:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.processes.append(psutil.Process(pid))
-        self.used, self.moved = self._used(), time.monotonic()
-        self.failed_at = 0.0
+        self.start = self.looked = time.monotonic()
+        self.processes: list[psutil.Process] | None = None
+        self.used = self.moved = self.failed_at = 0.0
 
     def _used(self) -> float:
+        """Processor seconds of all ranks and their children so far."""
         used = 0.0
-        for process in self.processes:
+        for process in self.processes or ():
             with contextlib.suppress(psutil.Error):
                 for one in (process, *process.children(recursive=True)):
                     times = one.cpu_times()
@@ -310,13 +314,22 @@ class _Watch:
         return used
 
     def over(self, failed: bool) -> str:
+        """Why to give up now, or ""."""
         now = time.monotonic()
         if failed:
             self.failed_at = self.failed_at or now
             if now - self.failed_at > GRACE:
                 return "still running when another rank had failed"
-        if now > self.end:
+        if now - self.start > self.limit:
             return f"no answer within {self.limit:.0f} s"
+        if now - self.looked < self.LOOK:
+            return ""
+        self.looked = now
+        if self.processes is None:
+            self.processes, self.moved = [], now
+            for pid in self.pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self.processes.append(psutil.Process(pid))
         used = self._used()
         if used - self.used > 0.05:
             self.used, self.moved = used, now
