@@ -1,4 +1,5 @@
 """What every other module needs: the device, the process group, the compute dtype, printing from one rank."""
+
 import logging
 import os
 import urllib.request

@@ -1,4 +1,5 @@
 """Generation. For now the KV cache that a decoding model reads and writes."""
+
 import torch
 
 

@@ -6,6 +6,7 @@
 Which one runs is decided at each call by the tensors, not by what the machine has: a CPU run on a machine with a GPU,
 or an fp32 model on that GPU, gets SDPA. NANOCHAT_FORCE_SDPA=1 means SDPA always.
 """
+
 import os
 from types import SimpleNamespace
 

@@ -4,6 +4,7 @@ Rotary positions, normed queries and keys, relu^2 MLPs, no biases and no norm we
 embeddings on every second layer, a smear that mixes the previous token in, a backout of the middle layer, soft-capped
 logits. Build it on the meta device, then `.to_empty(device=...)`, then `.init_weights()`.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -183,7 +184,7 @@ class GPT(nn.Module):
         self.cos, self.sin = self._precompute_rotary_embeddings(
             self.rotary_seq_len, self.config.n_embd // self.config.n_head, device=self.get_device()
         )
-        if common.COMPUTE_DTYPE != torch.float16:  # fp16 gradients cannot be unscaled
+        if common.COMPUTE_DTYPE is not torch.float16:  # fp16 gradients cannot be unscaled
             for table in (self.transformer.wte, *self.value_embeds.values()):
                 table.to(dtype=common.COMPUTE_DTYPE)
 

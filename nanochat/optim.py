@@ -5,6 +5,7 @@ state (as ZeRO does, arXiv 1910.02054). A step has three phases, so that communi
 start every reduce; then, group by group, wait for it, update this rank's share and start its gather; wait for the
 gathers.
 """
+
 import functools
 import os
 
@@ -84,7 +85,7 @@ def _muon_step(grads, params, momentum_buffer, second_buffer, momentum_t, lr_t, 
     momentum_buffer.lerp_(grads, 1 - momentum)
     g = grads.lerp(momentum_buffer, momentum)
 
-    X = g.bfloat16() if common.COMPUTE_DTYPE == torch.bfloat16 else g
+    X = g.bfloat16() if common.COMPUTE_DTYPE is torch.bfloat16 else g
     row_norms = X.float().norm(dim=-1, keepdim=True)
     mean_norm = X.float().norm(dim=(-2, -1), keepdim=True) / m**0.5
     X = X * (mean_norm / row_norms.clamp_min(1e-6)).to(X.dtype)
@@ -184,12 +185,13 @@ class MuonAdamW(torch.optim.Optimizer):
             self._check(group, N)
         reduces = [_start_muon(group, N) if group["kind"] == "muon" else _start_adamw(group, N) for group in groups]
         gathers = []
-        for group, reduced in zip(groups, reduces):
+        for group, reduced in zip(groups, reduces, strict=True):
             update = self._muon if group["kind"] == "muon" else self._adamw
             gathers += update(group, reduced, rank, N)
-        for handle, finish in gathers:
+        for handle, params, stacked, _sent in gathers:  # what was sent must live until the gather is through
             handle.wait()
-            finish()
+            if stacked is not None:
+                torch._foreach_copy_(params, list(stacked[: len(params)].unbind()))
 
     def _check(self, group, N):
         if group["kind"] == "adamw":
@@ -207,7 +209,8 @@ class MuonAdamW(torch.optim.Optimizer):
             self._check_state(p, "momentum_buffer", (-(-len(group["params"]) // N), *p.shape), N)
 
     def _check_state(self, p, key, shape, N):
-        have = tuple(self.state[p][key].shape) if key in self.state[p] else shape
+        state = self.state.get(p)
+        have = tuple(state[key].shape) if state else shape
         if have != shape:
             raise ValueError(
                 f"{key} of a parameter {tuple(p.shape)} has shape {have} where {N} ranks need {shape}: "
@@ -218,7 +221,7 @@ class MuonAdamW(torch.optim.Optimizer):
         gathers = []
         lr, eps, wd = _t(group["lr"]), _t(group["eps"]), _t(group["weight_decay"])
         beta1, beta2 = map(_t, group["betas"])
-        for p, (handle, grad) in zip(group["params"], reduced):
+        for p, (handle, grad, _sent) in zip(group["params"], reduced, strict=True):
             if handle is not None:
                 handle.wait()
             sharded = N > 1 and p.numel() >= SMALL
@@ -231,7 +234,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 mine, grad, state["exp_avg"], state["exp_avg_sq"], _t(state["step"]), lr, beta1, beta2, eps, wd
             )
             if sharded:
-                gathers.append((_all_gather(p, mine), lambda: None))
+                gathers.append((_all_gather(p, mine), None, None, mine))
         return gathers
 
     def _muon(self, group, reduced, rank, N):
@@ -261,27 +264,26 @@ class MuonAdamW(torch.optim.Optimizer):
         if N == 1:
             torch._foreach_copy_(params, list(updated.unbind()))
             return []
-        finish = functools.partial(torch._foreach_copy_, params, list(stacked[: len(params)].unbind()))
-        return [(_all_gather(stacked, updated), finish)]
+        return [(_all_gather(stacked, updated), params, stacked, updated)]
 
 
 def _start_adamw(group, N):
-    """Start averaging: per parameter (handle or None, this rank's gradient)."""
+    """Start averaging: per parameter (handle or None, this rank's gradient, what was sent)."""
     reduced = []
     for p in group["params"]:
         grad = _grad(p)
         if N == 1:
-            reduced.append((None, grad))
+            reduced.append((None, grad, grad))
         elif p.numel() < SMALL:
-            reduced.append((_handle(dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)), grad))
+            reduced.append((_handle(dist.all_reduce(grad, op=dist.ReduceOp.AVG, async_op=True)), grad, grad))
         else:
             mine = torch.empty_like(grad.chunk(N)[0])
-            reduced.append((_reduce_scatter(mine, grad), mine))
+            reduced.append((_reduce_scatter(mine, grad), mine, grad))
     return reduced
 
 
 def _start_muon(group, N):
-    """Start averaging a stack of matrices: (handle, this rank's gradients, the whole stack, free for the gather)."""
+    """Start averaging a stack of matrices: (handle, this rank's gradients, the stack, free for the gather)."""
     params = group["params"]
     chunk = -(-len(params) // N)
     stacked = params[0].new_zeros(chunk * N, *params[0].shape)
