@@ -57,16 +57,30 @@ def judge(world: World, replies: list[Reply], repro: list[str]) -> list[Any]:
 def first_mismatch(traces: list[list[str]]) -> tuple[str, str, str] | None:
     """Where ranks first issued different collectives: (expected, actual, where), or None.
 
-    A rank that stopped early is a mismatch only where another rank's next call differs from a third's; a shorter
-    trace alone may just be the rank that failed.
+    Calls in groups of some of the ranks, `... among 0,2`, are compared among those. A rank that stopped early is a
+    mismatch only where another rank's next call differs from a third's; a shorter trace alone may just be the rank
+    that failed.
     """
-    for step, calls in enumerate(itertools.zip_longest(*traces)):
-        issued = {call.split("  ")[0]: (rank, call) for rank, call in enumerate(calls) if call is not None}
-        if len(issued) > 1:
-            (_, (rank_a, call_a)), (_, (rank_b, call_b)) = list(issued.items())[:2]
-            return (
-                f"the same collective on every rank at call {step}",
-                f"rank {rank_a}: {call_a.split('  ')[0]}, rank {rank_b}: {call_b.split('  ')[0]}",
-                call_b.split("  ")[-1],
-            )
+    groups = dict.fromkeys(_group(call) for calls in traces for call in calls)
+    for group in groups:
+        members = [int(rank) for rank in group.split(",")] if group else range(len(traces))
+        within = f" among ranks {group}" if group else ""
+        kept = [[call for call in traces[rank] if _group(call) == group] for rank in members if rank < len(traces)]
+        for step, calls in enumerate(itertools.zip_longest(*kept)):
+            issued = {
+                call.split("  ")[0]: (rank, call)
+                for rank, call in zip(members, calls, strict=False)
+                if call is not None
+            }
+            if len(issued) > 1:
+                (_, (rank_a, call_a)), (_, (rank_b, call_b)) = list(issued.items())[:2]
+                return (
+                    f"the same collective on every rank at call {step}{within}",
+                    f"rank {rank_a}: {call_a.split('  ')[0]}, rank {rank_b}: {call_b.split('  ')[0]}",
+                    call_b.split("  ")[-1],
+                )
     return None
+
+
+def _group(call: str) -> str:
+    return call.split("  ")[0].partition(" among ")[2]

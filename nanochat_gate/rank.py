@@ -142,7 +142,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
 def describe(error: BaseException, target: adapt.Target) -> dict[str, Any]:
     """An exception as plain data: its kind for the verdict, its words, the target's line it came from."""
     kind = type(error).__name__ if isinstance(error, (Violation, Unsupported, Blocked, NotTested)) else "error"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(target.prefix)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if observe.is_target(f.filename, target.root)]
     where = f"{os.path.relpath(frames[-1].filename, target.root)}:{frames[-1].lineno}" if frames else ""
     words = " ".join(str(error).split())
     return {
