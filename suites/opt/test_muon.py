@@ -1,0 +1,169 @@
+"""OPT: Muon's update against what Muon is: an orthogonalised step along the averaged gradient, of a stated length.
+
+    OPT-18  singular values of update / (lr * sqrt(max(1, m/n))) lie in a band, tall, wide and square
+    OPT-19  the update descends along each of the gradient's own singular directions
+    OPT-20  momentum carries past gradients on, as much as the group says at that step
+    OPT-21  Nesterov's look-ahead (should: a fork may leave it out on purpose)
+    OPT-23  weight decay only shrinks, by at most lr * sqrt(max(1, m/n)) * weight_decay
+
+Gradients are U diag(s) V' with U and V from Hadamard matrices, so that all entries of U and V have one magnitude. Then
+all rows have one norm, and all columns, before and after: rescaling rows or columns (MuonEq, NorMuon) leaves them as
+they are, and the update is U diag(f(s)) V' for whatever odd f a target's iteration amounts to.
+
+The band is [0.5, 1.5], as the author of Muon states it (kellerjordan.github.io/posts/muon). Five quintic steps with
+(3.4445, -4.7750, 2.0315) take [0.01, 1] into [0.68, 1.14]; Polar Express does better; the rest is room for bf16. s
+falls to 1/32 of its largest, so an update that was not orthogonalised leaves the band at one end. For tall matrices of
+128 x 8 the factor is 4, more than the band is wide, so a length that leaves it out or has it elsewhere does not fit.
+"""
+
+import torch
+
+from nanochat_gate import Unsupported, requirement, verify
+from suites.opt.groups import MUON, build, start
+from suites.steps import FLOAT32
+
+SHAPES = {"tall": [128, 8], "wide": [8, 128], "square": [32, 32]}
+LOW, HIGH = 0.5, 1.5
+PLAIN = {**MUON, "lr": 0.0625, "weight_decay": 0.0}
+# Second gradient as a multiple of the first, per singular direction. With momentum 0.95 the average has the sign of
+# 1.95*x + 0.9025 with Nesterov, of x + 0.95 without, of x if nothing is carried on; with momentum 0.5 that of
+# 0.75*x + 0.0125 (or 1.5*x + 0.25, if past gradients are summed up rather than averaged).
+SECOND = [1.0, -0.3, -3.0, -0.6]
+
+
+def hadamard(n):
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h / n**0.5
+
+
+def directions(shape):
+    """U (m, r) and V (n, r) with orthonormal columns of entries of one magnitude."""
+    m, n = shape
+    r = min(m, n)
+    return hadamard(m)[:, :r], hadamard(n)[:, :r].roll(1, dims=1)
+
+
+def spectrum(shape):
+    return 2.0 ** -torch.linspace(0, 5, min(shape), dtype=torch.float64)
+
+
+def updates(rank, momenta, values, decay=0.0):
+    """Per shape, the change of one matrix in each step, of gradients U diag(values[step] * s) V' in turn.
+
+    momenta: the group's momentum at each step. The learning rate doubles with each step. Positive is downhill.
+    """
+    out = {}
+    for kind, shape in SHAPES.items():
+        named, optimizers = build(rank, [{"name": kind, "shapes": [shape], **PLAIN, "weight_decay": decay}])
+        (p,) = named.values()
+        u, v = directions(shape)
+        changes = []
+        for step, (momentum, factors) in enumerate(zip(momenta, values, strict=True)):
+            s = spectrum(shape) if factors is None else torch.tensor(factors * (min(shape) // len(factors))).double()
+            p.grad = (u @ s.diag() @ v.T).to(p)
+            before = p.detach().clone()
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    if "momentum" not in group:
+                        raise Unsupported("Muon's groups have no momentum to set")
+                    if decay and "weight_decay" not in group:
+                        raise Unsupported("Muon's groups have no weight decay")
+                    group["momentum"] = momentum
+                    group["lr"] = PLAIN["lr"] * 2**step
+                optimizer.step()
+            changes.append((before.double() - p.detach().double()).cpu())
+        out[kind] = changes
+    return out
+
+
+def scaled(changes, kind, step):
+    """The update with its length divided out."""
+    m, n = SHAPES[kind]
+    return changes[kind][step] / (PLAIN["lr"] * 2**step * max(1, m / n) ** 0.5)
+
+
+def along(changes, kind, step):
+    """The update's part along each of the gradient's singular directions; positive is downhill."""
+    u, v = directions(SHAPES[kind])
+    return (u.T @ scaled(changes, kind, step) @ v).diag()
+
+
+@requirement("OPT-18", "Muon's update is orthogonal, of length lr * sqrt(max(1, m/n))")
+def test_band(ranks, backend):
+    """A length that is off by the shape trains some matrices several times faster than others."""
+    changes = ranks.single(updates, [0.95, 0.95], [None, None], backend=backend, env=FLOAT32)
+    for kind, shape in SHAPES.items():
+        for step in range(2):
+            values = torch.linalg.svdvals(scaled(changes, kind, step))
+            verify(
+                float(values.min()) >= LOW and float(values.max()) <= HIGH,
+                f"singular values of update / (lr * sqrt(max(1, m/n))) within [{LOW}, {HIGH}]",
+                f"{kind} matrix {shape}, step {step}: from {float(values.min()):.3g} to {float(values.max()):.3g}",
+            )
+
+
+@requirement("OPT-19", "Muon's update goes downhill along each singular direction of the gradient")
+def test_direction(ranks, backend):
+    """A transposed or flipped product has the right size and does not train."""
+    changes = ranks.single(updates, [0.95, 0.95], [None, None], backend=backend, env=FLOAT32)
+    for kind, shape in SHAPES.items():
+        parts = along(changes, kind, 0)
+        verify(
+            float(parts.min()) >= LOW,
+            f"a share of at least {LOW} of lr * sqrt(max(1, m/n)) downhill in each singular direction of the gradient",
+            f"{kind} matrix {shape}: {float(parts.min()):.3g} to {float(parts.max()):.3g}",
+        )
+
+
+def check_signs(ranks, backend, momentum, wanted, hint):
+    changes = ranks.single(updates, [0.95, momentum], [[1.0] * 4, SECOND], backend=backend, env=FLOAT32)
+    for kind, shape in SHAPES.items():
+        parts = along(changes, kind, 1).reshape(-1, len(SECOND))
+        for i, sign in wanted.items():
+            got = float((parts[:, i] * sign).min()) * sign
+            verify(
+                got * sign >= LOW,
+                f"along a direction whose gradient was 1, then {SECOND[i]}, with momentum 0.95, then {momentum}: "
+                f"{'downhill' if sign > 0 else 'uphill'} by at least {LOW} lr * sqrt(max(1, m/n))",
+                f"{kind} matrix {shape}: {got:.3g}",
+                hint=hint,
+            )
+
+
+@requirement("OPT-20", "Muon carries past gradients on by the momentum of the step")
+def test_momentum(ranks, backend):
+    """Momentum that is lost, or stuck at its first value, ignores the schedule and still trains."""
+    check_signs(ranks, backend, 0.95, {0: 1, 1: 1, 2: -1}, "is the momentum buffer kept between steps?")
+    check_signs(ranks, backend, 0.5, {0: 1, 1: -1, 2: -1, 3: -1}, "is the group's momentum read at every step?")
+
+
+@requirement("OPT-21", "Muon looks ahead as Nesterov does", level="should")
+def test_nesterov(ranks, backend):
+    """Without it steps lag behind, and learning rates tuned for nanochat are too large."""
+    check_signs(ranks, backend, 0.95, {3: -1}, "the update is the plain average of past gradients")
+
+
+@requirement("OPT-23", "Muon's weight decay only shrinks, by at most lr * sqrt(max(1, m/n)) * weight_decay")
+def test_decay(ranks, backend):
+    """Decay of the wrong sign or size grows weights until the loss diverges late in a run."""
+    decay = MUON["weight_decay"]
+    plain = ranks.single(updates, [0.95], [None], backend=backend, env=FLOAT32)
+    decayed = ranks.single(updates, [0.95], [None], decay, backend=backend, env=FLOAT32)
+    for kind, shape in SHAPES.items():
+        p = start(shape, f"{kind}[0]").double()
+        extra = (decayed[kind][0] - plain[kind][0]) * p.sign()
+        most = PLAIN["lr"] * max(1, shape[0] / shape[1]) ** 0.5 * decay * p.abs()
+        # Two results that are rounded each, and what is subtracted from either: 4 roundings of 2^-24.
+        slack = 4 * 2.0**-24 * (p.abs() + plain[kind][0].abs() + most)
+        off = torch.maximum(-extra - slack, extra - most - slack)
+        i = int(off.argmax())
+        got, limit, at = (float(x.flatten()[i]) for x in (extra, most, p))
+        verify(
+            float(off.max()) <= 0 and float(extra.sum()) > 0,
+            "weight decay moves each weight towards zero by 0 to lr * sqrt(max(1, m/n)) * weight_decay of it",
+            f"{kind} matrix {shape}: a weight of {at:.3g} moves by {got:.3g} towards zero, {limit:.3g} is the most"
+            if float(off.max()) > 0
+            else f"{kind} matrix {shape}: no weight moves",
+        )
