@@ -266,6 +266,7 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     preload()
     Server(address, parent).serve()
+    os._exit(0)  # torch takes a second or more to be taken down, and pytest waits for this process
 
 
 if __name__ == "__main__":

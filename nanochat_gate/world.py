@@ -196,6 +196,7 @@ class World:
                 sock.sendall(message)
         replies: dict[int, Reply] = {}
         self.first: int | None = None  # the rank that failed first
+        self.died = False
         watch = _Watch(self.pids, limit)
         with selectors.DefaultSelector() as selector:
             for rank, sock in enumerate(self.sockets):
@@ -204,7 +205,7 @@ class World:
             while len(replies) < size:
                 for key, _ in selector.select(0.25):
                     if key.data is None:
-                        self._hear_server(replies, selector)
+                        self._hear_server(call, replies, selector)
                     else:
                         self._hear_rank(key.data, call, replies, selector)
                 if len(replies) < size and (why := watch.over(failed=self.first is not None)):
@@ -212,9 +213,13 @@ class World:
         return [replies[rank] for rank in range(size)]
 
     def _hear_rank(self, rank: int, call: str, replies: dict[int, Reply], selector: selectors.BaseSelector) -> None:
-        reader = self.readers[rank]
-        reader.fill()
-        while (got := reader.next()) is not None:
+        self.readers[rank].fill()
+        self._take(rank, call, replies)
+        if self.readers[rank].closed:
+            selector.unregister(self.sockets[rank])
+
+    def _take(self, rank: int, call: str, replies: dict[int, Reply]) -> None:
+        while (got := self.readers[rank].next()) is not None:
             header, blob = got
             if header.get("call") != call:
                 continue  # an answer to a call that was given up on is no answer to this one
@@ -224,10 +229,8 @@ class World:
             else:
                 replies[rank] = Reply(False, error=header["error"])
                 self._failed(rank, "a call failed")
-        if reader.closed:
-            selector.unregister(reader.sock)
 
-    def _hear_server(self, replies: dict[int, Reply], selector: selectors.BaseSelector) -> None:
+    def _hear_server(self, call: str, replies: dict[int, Reply], selector: selectors.BaseSelector) -> None:
         self.events.fill()
         while (got := self.events.next()) is not None:
             event = got[0]
@@ -236,9 +239,13 @@ class World:
             self.spent = "a rank ended"
             with contextlib.suppress(BlockingIOError):
                 self.readers[rank].fill()  # an answer sent just before the end still counts
+            self._take(rank, call, replies)
             if rank not in replies:
                 replies[rank] = Reply(False, error={"kind": "error", "text": _died(status), "where": ""})
                 self._failed(rank, "a rank ended")
+                if not self.died:
+                    self.first = rank  # what others say of a lost connection may be heard before its cause
+                self.died = True
         if self.events.closed:
             selector.unregister(self.connection)
             self._give_up("the fork server ended", replies)

@@ -36,29 +36,32 @@ class Gated:
         return found
 
 
-def gate(tree, out, server, ids=()):
-    """Run `pytest suites` on the checkout: the requirements in `ids` on up to three ranks, or without ids all of it.
+def gate(tree, out, server, ids=(), sizes="1,2,3", env=None):
+    """Run `pytest suites` on the checkout: the requirements in `ids` at `sizes`, or without ids all of it.
 
     server: the address of a running fork server. Raises verdict.Unreadable when the run left no whole verdict.
     """
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     argv = ["suites", f"--nanochat={tree}", f"--gate-out={out}"]
     if ids:
-        argv += ["--world-sizes=1,2,3", "-k", " or ".join(ids)]
-    log = out / "output"
-    process = _forks.Process(target=_pytest, args=(argv, str(log), {"NANOCHAT_GATE_SERVER": server}))
+        argv += [f"--world-sizes={sizes}", "-k", " or ".join(ids)]
+    code, output = run(argv, Path(out) / "output", {"NANOCHAT_GATE_SERVER": server} | (env or {}))
+    try:
+        whole = verdict.read(Path(out) / verdict.FILE_NAME)
+    except verdict.Unreadable as error:
+        raise verdict.Unreadable(f"{error}; pytest ended with {code}:\n{output[-3000:]}") from None
+    return Gated(code, whole, output)
+
+
+def run(argv, log, env):
+    """`pytest argv` in a process forked for it, at our root: (exit code, output)."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = _forks.Process(target=_pytest, args=(argv, str(log), env))
     process.start()
     process.join(LIMIT)
     if process.is_alive():
         process.kill()
         process.join()
-    output = log.read_text(errors="replace") if log.exists() else ""
-    try:
-        run = verdict.read(out / verdict.FILE_NAME)
-    except verdict.Unreadable as error:
-        raise verdict.Unreadable(f"{error}; pytest ended with {process.exitcode}:\n{output[-3000:]}") from None
-    return Gated(process.exitcode, run, output)
+    return process.exitcode, log.read_text(errors="replace") if log.exists() else ""
 
 
 def _pytest(argv, log, env):
