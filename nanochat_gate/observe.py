@@ -9,8 +9,7 @@ withheld   each asynchronous call runs on scratch copies. The real output is fil
            See withheld. Inside `with recorder.prompt():` results are there at the launch instead.
 
 What reaches c10d without passing a wrapper is noted as bypassed: it was not observed and must not be called correct.
-Calls of a process group's own methods are seen in every lane; those that C++ makes only in the withheld lanes, since
-seeing them costs some 40 us for every operator that runs.
+It is seen where a process group's or a backend's methods are called and where c10d's operators are, C++ included.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat_gate import withheld
 
@@ -63,13 +61,11 @@ CANONICAL = {
 # Whose shapes may differ between ranks that all do right.
 UNEVEN_READS = ("all_gather", "scatter", "all_to_all", "all_to_all_single")
 UNEVEN_WRITES = ("reduce_scatter", "gather", "all_to_all", "all_to_all_single")
-# How the methods begin by which a process group, or the backend inside it, is used past torch.distributed's functions.
+# How the names begin of a process group's and a backend's methods, and of c10d's operators, that move data.
 METHODS = (
     *("allreduce", "reduce", "broadcast", "allgather", "all_gather", "alltoall", "all_to_all"),
     *("gather", "scatter", "send", "recv"),
 )
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem")
-CARRY_NOTHING = ("wait_tensor", "barrier", "_wrap_tensor_autograd")
 TRACE_BYTES = 1 << 18
 _HEAD = struct.Struct("!I")
 _ROOT = Path(__file__).resolve().parent.parent
@@ -135,7 +131,9 @@ class Recorder:
         self.events: list[dict[str, Any]] = []
         self.bypassed: list[str] = []
         self._prompt = False
+        self._but: int | None = None
         self._depth = _Depth()
+        self.library: torch.library.Library | None = None  # watches as long as it lives
 
     def clear(self) -> None:
         self.events = []
@@ -158,13 +156,13 @@ class Recorder:
             self._depth.value -= 1
 
     @contextlib.contextmanager
-    def prompt(self) -> Iterator[None]:
-        """Collectives launched inside are finished at once, in the withheld lanes too (with their futures)."""
-        before, self._prompt = self._prompt, True
+    def prompt(self, but: int | None = None) -> Iterator[None]:
+        """Collectives launched inside are finished at once, save the one whose `seq` is `but`. For withheld lanes."""
+        self._prompt, self._but = True, but
         try:
             yield
         finally:
-            self._prompt = before
+            self._prompt, self._but = False, None
 
     def caller(self) -> str:
         """`file.py:12` of the innermost target frame, relative to the target; "" when called by the gate."""
@@ -236,7 +234,7 @@ def _wrap(name: str, original: Callable[..., Any], recorder: Recorder) -> Callab
             if not (recorder.withhold and event["async"]) or _coalescing(group):
                 event["waited"] = event["waited"] or _coalescing(group)
                 return original(*args, **kwargs)
-            if recorder._prompt:
+            if recorder._prompt and event["seq"] != recorder._but:
                 return withheld.launch_prompt(original, bound, outputs, event, recorder)
             return withheld.launch(original, bound, reads, writes, event, recorder)
 
@@ -254,25 +252,6 @@ def _coalescing(group: Any) -> bool:
     """Inside torch's coalescing manager a call is only put on a list; what is then sent shows up as bypassed."""
     state = getattr(distributed_c10d._world, "pg_coalesce_state", {})
     return (group or dist.group.WORLD) in state
-
-
-class _Bypass(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes collectives that reach c10d without passing one of our wrappers, also from C++."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recorder = recorder
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile would skip every function that a rank runs
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in NAMESPACES and not self.recorder.depth:
-            name = str(func)
-            if not any(word in name for word in CARRY_NOTHING):
-                self.recorder.bypass(name)
-        return func(*args, **(kwargs or {}))
 
 
 def _watch_methods(recorder: Recorder) -> None:
@@ -293,6 +272,27 @@ def _watched(name: str, original: Callable[..., Any], recorder: Recorder) -> Cal
     return method
 
 
+def _watch_operators(recorder: Recorder) -> torch.library.Library:
+    """See what reaches c10d's operators, also from C++ and in any thread, at no cost to other operators."""
+    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    for full_name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        namespace, _, name = full_name.partition("::")
+        if namespace == "c10d" and name.lstrip("_").startswith(METHODS):
+            relay = _relay(getattr(torch.ops.c10d, name).default, after, recorder)
+            library.impl(name, relay, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _relay(operator: Any, after: Any, recorder: Recorder) -> Callable[..., Any]:
+    def relay(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.depth:
+            recorder.bypass(str(operator))
+        return operator.redispatch(keyset & after, *args, **kwargs)
+
+    return relay
+
+
 def install(recorder: Recorder) -> None:
     """Wrap torch.distributed in this process. Call once, before any target code is imported."""
     for name in OPERATIONS:
@@ -304,7 +304,7 @@ def install(recorder: Recorder) -> None:
             if hasattr(module, name):
                 setattr(module, name, wrapped)
     _watch_methods(recorder)
+    recorder.library = _watch_operators(recorder)
     if recorder.withhold:
         for name, replacement in (("collect_all", withheld.collect_all), ("wait_all", withheld.wait_all)):
             setattr(torch.futures, name, functools.partial(replacement, getattr(torch.futures, name)))
-        _Bypass(recorder).__enter__()  # type: ignore[no-untyped-call]
