@@ -225,6 +225,8 @@ def pytest_configure(config: pytest.Config) -> None:
             f"pytest took the target for a test folder (its root is {config.rootpath}); write it as one word: "
             f"--nanochat={config.getoption('nanochat')}"
         )
+    # What is judged here is small, and several workers share the cores with the ranks.
+    torch.set_num_threads(1)
     config.stash[GATE] = Gate(config)
 
 
