@@ -10,10 +10,13 @@ A map, from the outside in:
     target       finds the nanochat in a checkout, without importing it
     facts        what a target really does on this machine, asked once in rank processes
     world        ranks as pytest sees them: start, run a function on each, time out, clean up
+    judge        what the replies of all ranks amount to
     server       the preloaded process that forks ranks
     rank         the other side: the loop each rank runs, and what a rank function is given
     adapt        one interface over the revisions of nanochat, used inside ranks only
-    observe      collectives recorded, and withheld until they are waited for
+    standins     imports a target's KVCache where packages its tokenizer needs are missing
+    observe      collectives recorded
+    withheld     collectives withheld until they are waited for
     exact        gradients whose sums and averages are exactly representable
     launch       real torchrun
 """

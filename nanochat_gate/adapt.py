@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nanochat_gate import standins
 from nanochat_gate.requirement import Blocked, Unsupported
 
 # Small enough for a step in milliseconds; the vocabulary divides by 2, 3 and 4 ranks and by the padding of 64.
@@ -202,9 +203,21 @@ class Target:
         """The namespace with flash_attn_func and flash_attn_with_kvcache, tensors (B, T, H, D)."""
         return self.module("flash_attention").flash_attn
 
+    @functools.cached_property
+    def _kv_cache_class(self) -> Any:
+        try:
+            return self.module("engine").KVCache
+        except Blocked as blocked:
+            if not isinstance(blocked.__cause__, ModuleNotFoundError):
+                raise
+            try:
+                return standins.import_without(f"{self.package}.engine", self.package).KVCache
+            except Exception as error:
+                raise blocked from error
+
     def kv_cache(self, **wanted: Any) -> Any:
         """engine.KVCache; arguments: batch_size, num_heads, seq_len, head_dim, num_layers, device, dtype."""
-        kind = self.module("engine").KVCache
+        kind = self._kv_cache_class
         known = inspect.signature(kind).parameters
         return kind(**{k: v for k, v in wanted.items() if k in known})
 

@@ -94,7 +94,7 @@ def find(path: str | Path) -> Target:
 
 def check_claims(claims: list[str] | tuple[str, ...], source: str) -> tuple[str, ...]:
     unknown = [claim for claim in claims if claim not in CLAIMS]
-    if unknown or not isinstance(claims, (list, tuple)):
+    if unknown:
         words = ", ".join(map(str, unknown))
         raise TargetError(f"{source}: unknown claim {words}; a fork can claim {', '.join(CLAIMS)}")
     return tuple(dict.fromkeys(claims))
@@ -108,6 +108,9 @@ def _pyproject(root: Path) -> dict[str, Any]:
         said = tomllib.loads(file.read_text()).get("tool", {}).get("nanochat-gate", {})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"{file.name} of {root.name} is not valid TOML ({error}); mend it or remove it") from None
+    for key, kind, word in (("claims", list, "list"), ("environment", dict, "table")):
+        if not isinstance(said.get(key, kind()), kind):
+            raise TargetError(f"{root.name}/pyproject.toml, [tool.nanochat-gate]: {key} is a {word}, not {said[key]!r}")
     if unknown := sorted(set(said) - _KEYS):
         raise TargetError(
             f"[tool.nanochat-gate] in {root.name}/pyproject.toml has unknown keys {', '.join(unknown)}; "
