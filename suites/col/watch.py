@@ -1,0 +1,184 @@
+"""What the COL suite does in ranks: optimizer steps of the target's own model, with their collectives watched.
+
+watched    the same steps twice, results there at the launch and results withheld until the wait; what differs, and
+           every collective of the second run
+traced     the collectives and a digest of the parameters of each step, on random gradients
+late       steps in which one rank after another is late, against steps in which none is
+"""
+
+import hashlib
+import math
+import time
+from fractions import Fraction
+
+import torch
+import torch.distributed as dist
+
+from nanochat_gate import exact
+from suites.steps import make_model, set_gradients, set_schedule
+
+STEPS = 2  # what the first step leaves in flight meets the second
+LATE = 0.5  # s
+SLOW = 0.01  # s
+
+
+def take_steps(rank, steps, gradients=set_gradients, each=lambda step, named: None):
+    """Optimizer steps under the schedule; `each(step, named parameters)` after every one. Returns the optimizers."""
+    model, optimizers = make_model(rank)
+    named = dict(model.named_parameters())
+    each(-1, named)
+    for step in range(steps):
+        set_schedule(optimizers, step)
+        gradients(rank, named, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        each(step, named)
+        for parameter in named.values():
+            parameter.grad = None
+    return optimizers
+
+
+def parameters(rank, steps):
+    """A copy of all parameters after each step."""
+    after = []
+
+    def keep(step, named):
+        if step >= 0:
+            after.append({name: p.detach().clone() for name, p in named.items()})
+
+    take_steps(rank, steps, each=keep)
+    return after
+
+
+def watched(rank, steps):
+    """Plain data on what collectives did in `steps` steps with their results withheld until the wait.
+
+    steps:    the events of each step (see observe.Recorder); setup: those before the first.
+    differs:  what is not as when results are there at the launch, "" when nothing; blamed: whose result it is.
+    bytes:    what a step sends per rank as ZeRO has it, padding counted: (numerator, denominator).
+    """
+    recorder = rank.recorder
+    with recorder.prompt():
+        want = parameters(rank, steps)
+    recorder.clear()
+    ends, got = [], []
+
+    def end(step, named):
+        ends.append(len(recorder.events))
+        if step >= 0:
+            got.append({name: p.detach().clone() for name, p in named.items()})
+
+    optimizers = take_steps(rank, steps, each=end)
+    events, bypassed = recorder.events, recorder.bypassed
+    differs, first = "", steps
+    for step, (a, b) in enumerate(zip(want, got, strict=True)):
+        if names := exact.differing(a, b):
+            differs, first = f"after step {step}: {exact.summary(a, b, names)}", step
+            break
+    first, count = _lowest(rank, first), _lowest(rank, len(events))
+    blamed = _blamed(rank, want[: first + 1], count) if first < steps else ""
+    ideal = zero_bytes(optimizers, rank.size)
+    return {
+        "setup": events[: ends[0]],
+        "steps": [events[start:stop] for start, stop in zip(ends, ends[1:], strict=False)],
+        "bypassed": bypassed,
+        "differs": differs,
+        "blamed": blamed,
+        "bytes": [ideal.numerator, ideal.denominator],
+    }
+
+
+def _lowest(rank, value):
+    """The lowest of what the ranks say."""
+    with rank.recorder.quiet():
+        agreed = torch.tensor([float(value)], device=rank.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return int(agreed)
+
+
+def _blamed(rank, want, count):
+    """The target's line of the first collective that makes a difference when it alone is withheld, "" if none does."""
+    for number in range(count):
+        rank.recorder.clear()
+        with rank.recorder.prompt(but=number):
+            got = parameters(rank, len(want))
+        same = not any(exact.differing(a, b) for a, b in zip(want, got, strict=True))
+        if not _lowest(rank, same):
+            return rank.recorder.events[number]["where"]
+    return ""
+
+
+def zero_bytes(optimizers, size):
+    """2*S*(N-1)/N, S the bytes of all parameters, those dealt whole or in rows padded up to a multiple of N.
+
+    ZeRO reduces each gradient (S*(N-1)/N sent per rank) and gathers each parameter (as much again), which is also what
+    an all-reduce sends. Muon deals matrices of one shape, so K of them count as ceil(K/N)*N; AdamW deals rows, so a
+    first dim that does not divide counts as the next that does.
+    """
+    total = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            shapes = {}
+            for p in group["params"]:
+                shapes.setdefault((tuple(p.shape), p.element_size()), []).append(p)
+            muon = group.get("use_muon", group.get("kind", type(optimizer).__name__.lower()).endswith("muon"))
+            for (shape, element_size), alike in shapes.items():
+                if muon:
+                    total += math.ceil(len(alike) / size) * size * alike[0].numel() * element_size
+                elif shape and alike[0].numel() >= size:
+                    rows = math.ceil(shape[0] / size) * size
+                    total += len(alike) * rows * math.prod(shape[1:]) * element_size
+                else:
+                    total += len(alike) * alike[0].numel() * element_size
+    return Fraction(2 * total * (size - 1), size)
+
+
+def random_gradients(rank, named, step):
+    """Gradients whose sums round, so that another order of adding them up gives other bits."""
+    for name, parameter in named.items():
+        seed = int.from_bytes(hashlib.sha256(f"{rank.rank}/{step}/{name}".encode()).digest()[:7], "big")
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        parameter.grad = values.to(device=parameter.device, dtype=parameter.dtype)
+
+
+def traced(rank, steps):
+    """events, bypassed, a digest of every parameter after each step, and what this process makes of a string's hash."""
+    digests = []
+
+    def keep(step, named):
+        if step >= 0:
+            digests.append({name: exact.bits(p) for name, p in named.items()})
+
+    rank.recorder.clear()
+    take_steps(rank, steps, gradients=random_gradients, each=keep)
+    events, bypassed = rank.recorder.events, rank.recorder.bypassed
+    return {"events": events, "bypassed": bypassed, "digests": digests, "hash": hash("nanochat")}
+
+
+def late(rank, who):
+    """Take steps in which the ranks `who` are late in turn; what is then not as in steps in which nobody is.
+
+    The late one sleeps before its first reduce and before its first gather, long enough for whoever does not wait for
+    it to be done with the step, and a little before every other launch.
+    """
+    want = parameters(rank, len(who))
+    seen = set()
+
+    def dawdle(event):
+        kind = "gather" in event["op"]
+        time.sleep(SLOW if kind in seen else LATE)
+        seen.add(kind)
+
+    def each(step, named):
+        if step >= 0:
+            got.append({name: p.detach().clone() for name, p in named.items()})
+        seen.clear()
+        rank.recorder.before = dawdle if step + 1 < len(who) and rank.rank == who[step + 1] else None
+
+    got = []
+    rank.recorder.clear()
+    take_steps(rank, len(who), each=each)
+    for step, (a, b) in enumerate(zip(want, got, strict=True)):
+        if names := exact.differing(a, b):
+            return f"step {step}, in which rank {who[step]} is late: {exact.summary(a, b, names)}"
+    return ""
