@@ -85,6 +85,8 @@ def decoded(rank, cases, probe, dtype, claimed):
     one call after another; the caller advances cache_seqlens, as nanochat's model does.
     """
     functions = attention(rank, dtype, claimed)
+    if not hasattr(functions, "flash_attn_with_kvcache"):
+        raise Unsupported("the target's attention module has no flash_attn_with_kvcache")
     return [_decode(rank, functions, case, probe, getattr(torch, dtype)) for case in cases]
 
 

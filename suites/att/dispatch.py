@@ -31,6 +31,8 @@ def dispatched(rank, capability, tensors, window):
         for device, dtype in tensors:
             dtype = str(run_dtype(rank) or torch.bfloat16)[6:] if dtype == "run" else dtype
             for function, call in (("flash_attn_func", _plain), ("flash_attn_with_kvcache", _cached)):
+                if not hasattr(functions, function):
+                    continue
                 place = gpu.tensor if device == "cuda" else torch.Tensor.clone
                 answer = {"function": function, "device": device, "dtype": dtype, "out": None}
                 answers.append(answer | _answer(rank, gpu, call, functions, place, getattr(torch, dtype), window))

@@ -59,7 +59,7 @@ def _weights(q, k, mask):
 
 
 def attend(q, k, v, mask):
-    """(B, Tq, Hq, D) in fp64; differentiable."""
+    """(B, Tq, Hq, D) in fp64."""
     q, k, v = _expand(q, k, v)
     return torch.einsum("bhqk,bkhd->bqhd", _weights(q, k, mask), v)
 
@@ -93,30 +93,28 @@ def right(q, k, v, mask, rounded=False):
 
 
 def gradients(q, k, v, mask, out_grad):
-    """dq, dk, dv in fp64."""
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    return torch.autograd.grad(attend(*leaves, mask), leaves, out_grad.double())
+    """((dq, dk, dv), how far from them right fp32 ones may be), in fp64, of a mask that leaves no query without a key.
 
-
-def gradient_bounds(q, k, v, mask, out_grad):
-    """How far right fp32 dq, dk, dv may be from `gradients`, elementwise.
-
-    With p the weights, g the gradient of the output: dv = p' g; ds = p (g.v - g.out), both dots of D terms, of size at
-    most A = p (|g|.|v| + |g|.p|v|); dq = ds k / sqrt(D), dk = ds' q / sqrt(D). p is off by its error R, which enters ds
-    directly and through out; dots and out by (2 D + n + 8) u. Each final sum adds as many roundings as it has terms, a
-    k/v head's over all query heads that read it.
+    With p the weights and g the gradient of the output: dv = p' g; ds = p (g.v - g.out); dq = ds k / sqrt(D),
+    dk = ds' q / sqrt(D). A weight is off by its error R, which enters ds directly and through out, where g.v and g.out
+    are dots of D terms and out a sum of n: their sizes times 2 R + (2 D + n + 8) u. The last sums add as many roundings
+    as they have terms; a k/v head's are over all query heads that read it.
     """
     group = q.size(2) // k.size(2)
     q, k, v = _expand(q, k, v)
-    g, D, Tq = out_grad.double().abs(), q.size(3), q.size(1)
-    n = mask.sum(-1, keepdim=True)
+    g, scale, n = out_grad.double(), q.size(3) ** -0.5, mask.sum(-1, keepdim=True)
     p, R = _weights(q, k, mask), _weight_error(q, k, mask, False)
-    gv = torch.einsum("bqhd,bkhd->bhqk", g, v.abs())
-    A = p * (gv + (p * gv).sum(-1, keepdim=True))
-    off = A * (2 * R + (2 * D + n + 8) * U32)
-    queries = (Tq * group + 2) * U32
-    scale = D**-0.5
-    dq = torch.einsum("bhqk,bkhd->bqhd", off + A * (n + 2) * U32, k.abs()) * scale
-    dk = torch.einsum("bhqk,bqhd->bkhd", off + A * queries, q.abs()) * scale
-    dv = torch.einsum("bhqk,bqhd->bkhd", p * (R + queries), g)
-    return dq, *(t.unflatten(2, (-1, group)).sum(3) for t in (dk, dv))
+
+    def products(ds, ds_T, p, q, k, g):
+        dq = torch.einsum("bhqk,bkhd->bqhd", ds, k) * scale
+        dk, dv = (torch.einsum("bhqk,bqhd->bkhd", *two) for two in ((ds_T * scale, q), (p, g)))
+        return dq, *(t.unflatten(2, (-1, group)).sum(3) for t in (dk, dv))
+
+    gv = torch.einsum("bqhd,bkhd->bhqk", g, v)
+    ds = p * (gv - (p * gv).sum(-1, keepdim=True))
+    size_gv = torch.einsum("bqhd,bkhd->bhqk", g.abs(), v.abs())
+    size = p * (size_gv + (p * size_gv).sum(-1, keepdim=True))
+    off = size * (2 * R + (2 * q.size(3) + n + 8) * U32)
+    last = (q.size(1) * group + 2) * U32
+    bounds = products(off + size * (n + 2) * U32, off + size * last, p * (R + last), q.abs(), k.abs(), g.abs())
+    return products(ds, ds, p, q, k, g), bounds
