@@ -201,7 +201,11 @@ class Target:
 
     def attention(self) -> Any:
         """The namespace with flash_attn_func and flash_attn_with_kvcache, tensors (B, T, H, D)."""
-        return self.module("flash_attention").flash_attn
+        module = self.module("flash_attention")
+        for place in (getattr(module, "flash_attn", None), module):
+            if hasattr(place, "flash_attn_func"):
+                return place
+        raise Unsupported("the target's flash_attention.py has no flash_attn_func")
 
     @functools.cached_property
     def _kv_cache_class(self) -> Any:

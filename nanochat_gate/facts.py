@@ -6,6 +6,7 @@ facts, not verdicts: whether a fact is a failure is for the suites to say.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -83,9 +84,10 @@ def look(rank: Rank) -> dict[str, Any]:
         for name in ("init_weights", "setup_optimizer", "setup_optimizers", "forward"):
             where[name] = target.where(getattr(gpt, name, None))
     if modules["flash_attention"] == "ok":
-        namespace = target.attention()
-        for name in ("flash_attn_func", "flash_attn_with_kvcache"):
-            where[name] = target.where(getattr(namespace, name, None))
+        with contextlib.suppress(Unsupported):
+            namespace = target.attention()
+            for name in ("flash_attn_func", "flash_attn_with_kvcache"):
+                where[name] = target.where(getattr(namespace, name, None))
     alone = any(modules[m] == "ok" for m in ("optim", "muon", "adamw")) and target.splits_classes
     return {"modules": modules, "where": {k: v for k, v in where.items() if v}, "alone": alone}
 
