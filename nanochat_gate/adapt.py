@@ -187,14 +187,18 @@ class Target:
             made = []
             for kind, names in (("adamw", ("DistAdamW", "AdamW")), ("muon", ("DistMuon", "Muon"))):
                 of_kind = [group for group in groups if group["kind"] == kind]
+                if not of_kind:
+                    continue
                 factory = self._optimizer_class(*names)
-                if of_kind and factory is None:
+                if factory is None:
                     raise Unsupported(f"the target has no optimizer class for {kind} groups")
-                known = inspect.signature(factory).parameters if factory else {}
-                for group in of_kind:
-                    options = {k: v for k, v in group.items() if k in known and k != "params"}
-                    params = list(group["params"])
-                    made.append(factory([{"params": params}] if kind == "adamw" else params, **options))
+                known = inspect.signature(factory).parameters.keys() - {"params"}
+                options = [{k: v for k, v in group.items() if k in known} for group in of_kind]
+                params = [list(group["params"]) for group in of_kind]
+                if kind == "adamw":  # one optimizer with groups, as the target's own setup makes it
+                    made.append(factory([{"params": p, **o} for p, o in zip(params, options, strict=True)]))
+                else:  # takes parameters and makes groups of its own
+                    made += [factory(p, **o) for p, o in zip(params, options, strict=True)]
             return made
 
     # -- attention -------------------------------------------------------------------------------------------------
