@@ -29,8 +29,11 @@ class KVCache:
         self.prev_embedding = None
 
     def get_pos(self):
-        """The position at which the next token goes in, as an int. All rows advance together."""
-        return int(self.cache_seqlens[0])
+        """The position at which the next token goes in, an int, the same in every row."""
+        positions = self.cache_seqlens.tolist()
+        if min(positions) != max(positions):
+            raise ValueError(f"The rows of the cache stand at different positions, {positions}: decode them apart.")
+        return positions[0]
 
     def get_layer_cache(self, layer_idx):
         """(k_cache, v_cache) of one layer, each (B, seq_len, num_heads, head_dim): views, to be written in place."""
@@ -53,11 +56,11 @@ class KVCache:
             raise ValueError(f"Caches of (layers, heads, head_dim) {mine} and {theirs} do not fit: make them equal.")
         if other.batch_size not in (1, self.batch_size):
             raise ValueError(f"A cache of {other.batch_size} rows cannot fill {self.batch_size}: use 1 or as many.")
-        pos = int(other.cache_seqlens.max())
+        pos = other.get_pos()
         if pos > self.max_seq_len:
             raise ValueError(f"{pos} positions do not fit into a cache of {self.max_seq_len}: make it longer.")
         self.k_cache[:, :, :pos] = other.k_cache[:, :, :pos]
         self.v_cache[:, :, :pos] = other.v_cache[:, :, :pos]
-        self.cache_seqlens.copy_(other.cache_seqlens.expand(self.batch_size))
+        self.cache_seqlens.fill_(pos)
         if other.prev_embedding is not None:
             self.prev_embedding = other.prev_embedding.expand(self.batch_size, -1, -1).clone()
