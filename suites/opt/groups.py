@@ -45,6 +45,19 @@ def cut(optimizers, ranks):
                 optimizer.param_groups += [{**group, "params": part} for part in rest]
 
 
+def step_of(rank, what, name):
+    """`file.py:12` of the step() that updates parameter `name` of hand-built groups, or of the model of a config."""
+    if isinstance(what, list):
+        named, optimizers = build(rank, what)
+    else:
+        model, optimizers = make_model(rank, what)
+        named = dict(model.named_parameters())
+    for optimizer in optimizers:
+        if any(p is named[name] for group in optimizer.param_groups for p in group["params"]):
+            return rank.target.where(type(optimizer).step)
+    return ""
+
+
 def model_parity(rank, steps, config, shares=1):
     """Steps of the target's own model; with `shares` in one process, by the shares that so many ranks own."""
     model, optimizers = make_model(rank, config)

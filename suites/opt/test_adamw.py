@@ -16,7 +16,15 @@ SHAPES = [[24, 5], [96, 32]]
 def groups(*choices):
     """A group for each (lr, betas, eps, weight decay), of a small and a large parameter."""
     keys = ("lr", "betas", "eps", "weight_decay")
-    return [{"name": str(c), "shapes": SHAPES, **ADAMW, **dict(zip(keys, c, strict=True))} for c in choices]
+    return [
+        {
+            "name": "lr {}, betas {}, eps {}, decay {} ".format(*c),
+            "shapes": SHAPES,
+            **ADAMW,
+            **dict(zip(keys, c, strict=True)),
+        }
+        for c in choices
+    ]
 
 
 USUAL = groups(

@@ -14,7 +14,7 @@ MATRICES = [{"name": f"{K} {kind}", "shapes": [shape] * K, **MUON} for K in COUN
 # Dim 0 and the elements of a slice divide by 2, 3 and 4 ranks; slices are multiples of 16 elements, since torch's
 # vectorised kernels may round the rest of a division by the vector's width otherwise.
 VECTORS = [
-    {"name": "under 1024", "shapes": [[12], [24, 5], [12, 80]], **ADAMW},
+    {"name": "under 1024", "shapes": [[192], [48, 4], [12, 80]], **ADAMW},
     {"name": "over 1024", "shapes": [[12, 96], [1152], [48, 4, 8], [96, 32]], **ADAMW},
 ]
 

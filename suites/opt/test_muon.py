@@ -18,8 +18,9 @@ falls to 1/32 of its largest, so an update that was not orthogonalised leaves th
 
 import torch
 
-from nanochat_gate import Unsupported, requirement, verify
+from nanochat_gate import Unsupported, requirement
 from suites.opt.groups import MUON, build, start
+from suites.opt.judging import refute
 from suites.steps import FLOAT32
 
 SHAPES = {"tall": [128, 8], "wide": [8, 128], "square": [32, 32]}
@@ -49,6 +50,10 @@ def spectrum(shape):
     return 2.0 ** -torch.linspace(0, 5, min(shape), dtype=torch.float64)
 
 
+def group(kind, decay=0.0):
+    return [{"name": kind, "shapes": [SHAPES[kind]], **PLAIN, "weight_decay": decay}]
+
+
 def updates(rank, momenta, values, decay=0.0):
     """Per shape, the change of one matrix in each step, of gradients U diag(values[step] * s) V' in turn.
 
@@ -56,7 +61,7 @@ def updates(rank, momenta, values, decay=0.0):
     """
     out = {}
     for kind, shape in SHAPES.items():
-        named, optimizers = build(rank, [{"name": kind, "shapes": [shape], **PLAIN, "weight_decay": decay}])
+        named, optimizers = build(rank, group(kind, decay))
         (p,) = named.values()
         u, v = directions(shape)
         changes = []
@@ -65,13 +70,13 @@ def updates(rank, momenta, values, decay=0.0):
             p.grad = (u @ s.diag() @ v.T).to(p)
             before = p.detach().clone()
             for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    if "momentum" not in group:
+                for options in optimizer.param_groups:
+                    if "momentum" not in options:
                         raise Unsupported("Muon's groups have no momentum to set")
-                    if decay and "weight_decay" not in group:
+                    if decay and "weight_decay" not in options:
                         raise Unsupported("Muon's groups have no weight decay")
-                    group["momentum"] = momentum
-                    group["lr"] = PLAIN["lr"] * 2**step
+                    options["momentum"] = momentum
+                    options["lr"] = PLAIN["lr"] * 2**step
                 optimizer.step()
             changes.append((before.double() - p.detach().double()).cpu())
         out[kind] = changes
@@ -90,17 +95,24 @@ def along(changes, kind, step):
     return (u.T @ scaled(changes, kind, step) @ v).diag()
 
 
+def judge(ranks, kind, condition, expected, actual, hint=""):
+    if not condition:
+        refute(ranks, group(kind), f"{kind}[0]", expected, f"{kind} matrix {SHAPES[kind]}, {actual}", hint)
+
+
 @requirement("OPT-18", "Muon's update is orthogonal, of length lr * sqrt(max(1, m/n))")
 def test_band(ranks, backend):
     """A length that is off by the shape trains some matrices several times faster than others."""
     changes = ranks.single(updates, [0.95, 0.95], [None, None], backend=backend, env=FLOAT32)
-    for kind, shape in SHAPES.items():
+    for kind in SHAPES:
         for step in range(2):
             values = torch.linalg.svdvals(scaled(changes, kind, step))
-            verify(
+            judge(
+                ranks,
+                kind,
                 float(values.min()) >= LOW and float(values.max()) <= HIGH,
                 f"singular values of update / (lr * sqrt(max(1, m/n))) within [{LOW}, {HIGH}]",
-                f"{kind} matrix {shape}, step {step}: from {float(values.min()):.3g} to {float(values.max()):.3g}",
+                f"step {step}: from {float(values.min()):.3g} to {float(values.max()):.3g}",
             )
 
 
@@ -108,26 +120,30 @@ def test_band(ranks, backend):
 def test_direction(ranks, backend):
     """A transposed or flipped product has the right size and does not train."""
     changes = ranks.single(updates, [0.95, 0.95], [None, None], backend=backend, env=FLOAT32)
-    for kind, shape in SHAPES.items():
+    for kind in SHAPES:
         parts = along(changes, kind, 0)
-        verify(
+        judge(
+            ranks,
+            kind,
             float(parts.min()) >= LOW,
             f"a share of at least {LOW} of lr * sqrt(max(1, m/n)) downhill in each singular direction of the gradient",
-            f"{kind} matrix {shape}: {float(parts.min()):.3g} to {float(parts.max()):.3g}",
+            f"{float(parts.min()):.3g} to {float(parts.max()):.3g}",
         )
 
 
 def check_signs(ranks, backend, momentum, wanted, hint):
     changes = ranks.single(updates, [0.95, momentum], [[1.0] * 4, SECOND], backend=backend, env=FLOAT32)
-    for kind, shape in SHAPES.items():
+    for kind in SHAPES:
         parts = along(changes, kind, 1).reshape(-1, len(SECOND))
         for i, sign in wanted.items():
             got = float((parts[:, i] * sign).min()) * sign
-            verify(
+            judge(
+                ranks,
+                kind,
                 got * sign >= LOW,
                 f"along a direction whose gradient was 1, then {SECOND[i]}, with momentum 0.95, then {momentum}: "
                 f"{'downhill' if sign > 0 else 'uphill'} by at least {LOW} lr * sqrt(max(1, m/n))",
-                f"{kind} matrix {shape}: {got:.3g}",
+                f"{got:.3g}",
                 hint=hint,
             )
 
@@ -160,10 +176,12 @@ def test_decay(ranks, backend):
         off = torch.maximum(-extra - slack, extra - most - slack)
         i = int(off.argmax())
         got, limit, at = (float(x.flatten()[i]) for x in (extra, most, p))
-        verify(
+        judge(
+            ranks,
+            kind,
             float(off.max()) <= 0 and float(extra.sum()) > 0,
             "weight decay moves each weight towards zero by 0 to lr * sqrt(max(1, m/n)) * weight_decay of it",
-            f"{kind} matrix {shape}: a weight of {at:.3g} moves by {got:.3g} towards zero, {limit:.3g} is the most"
+            f"a weight of {at:.3g} moves by {got:.3g} towards zero, {limit:.3g} is the most"
             if float(off.max()) > 0
-            else f"{kind} matrix {shape}: no weight moves",
+            else "no weight moves",
         )

@@ -29,5 +29,4 @@ def test_withheld(ranks, size, backend):
 @requirement("OPT-03", "A vocabulary that does not divide by the ranks trains as on one process", sizes=(2, 4))
 def test_odd_vocabulary(ranks, size, backend):
     """A tokenizer of any other size than a round one ends the run, or leaves its last tokens untrained."""
-    where = ranks.facts.where.get("setup_optimizer") or ranks.facts.where.get("setup_optimizers", "")
-    check_parity(ranks, model_parity, 2, ODD, size=size, backend=backend, where=where)
+    check_parity(ranks, model_parity, 2, ODD, size=size, backend=backend)

@@ -18,6 +18,7 @@ from suites.opt.judging import check_course, expecting
 from suites.steps import FLOAT32
 
 DIM = 97  # prime
+NUMBER = r"(?<![\d.:])\d+(?![\d]|[.:]\d)"  # not part of a time or a line number
 LARGE = [{"name": "even", "shapes": [[96, 16]], **ADAMW}, {"name": "uneven", "shapes": [[DIM, 16]], **ADAMW}]
 SMALL = [{"name": "even", "shapes": [[24, 5]], **ADAMW}, {"name": "uneven", "shapes": [[1], [7], [7, 5]], **ADAMW}]
 RIGHT = "every rank takes the step as one process would, or every rank refuses it"
@@ -47,7 +48,7 @@ def test_right_or_refused(ranks, groups, size, backend):
 def test_names_both(ranks, size, backend):
     """Without the two numbers, whoever meets the error must read the optimizer to learn what to change."""
     for rank, got in enumerate(refused(ranks, size, backend) or ()):
-        named = {int(n) for n in re.findall(r"\d+", got["refused"])}
+        named = {int(n) for n in re.findall(NUMBER, got["refused"])}
         verify(
             {DIM, size} <= named,
             f"a refusal that names dim 0, {DIM}, and the number of ranks, {size}",
@@ -59,12 +60,11 @@ def test_names_both(ranks, size, backend):
 def test_leaves_nothing(ranks, size, backend):
     """Who catches the error and goes on meets a stray collective later, or a half-updated model."""
     for rank, got in enumerate(refused(ranks, size, backend) or ()):
-        said = f"rank {rank} of {size}, after {got['refused']}: "
-        verify(got["unchanged"], "parameters as they were before the refused step", said + "some were updated")
+        after = f"after {got['refused']}"
+        changed = f"rank {rank} of {size}: some were updated {after}"
+        verify(got["unchanged"], "parameters as they were before the refused step", changed)
         total = size * (size + 1) / 2
-        verify(got["sum"] == total, f"an all_reduce after the refusal gives {total}", said + f"it gave {got['sum']}")
-        verify(
-            not got["pending"],
-            "no collective in flight after the refusal",
-            said + f"{len(got['pending'])} not waited for: {', '.join(got['pending'][:3])}",
-        )
+        summed = f"rank {rank} of {size}: {got['sum']} {after}"
+        verify(got["sum"] == total, f"an all_reduce of 1 to {size} after the refusal gives {total}", summed)
+        pending = f"rank {rank} of {size}: {', '.join(got['pending'][:3])} not waited for {after}"
+        verify(not got["pending"], "no collective in flight after the refusal", pending)
