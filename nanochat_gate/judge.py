@@ -61,11 +61,11 @@ def first_mismatch(traces: list[list[str]]) -> tuple[str, str, str] | None:
     mismatch only where another rank's next call differs from a third's; a shorter trace alone may just be the rank
     that failed.
     """
-    groups = dict.fromkeys(_group(call) for calls in traces for call in calls)
+    groups = dict.fromkeys(group_of(call) for calls in traces for call in calls)
     for group in groups:
         members = [int(rank) for rank in group.split(",")] if group else range(len(traces))
         within = f" among ranks {group}" if group else ""
-        kept = [[call for call in traces[rank] if _group(call) == group] for rank in members if rank < len(traces)]
+        kept = [[call for call in traces[rank] if group_of(call) == group] for rank in members if rank < len(traces)]
         for step, calls in enumerate(itertools.zip_longest(*kept)):
             issued = {
                 call.split("  ")[0]: (rank, call)
@@ -82,5 +82,6 @@ def first_mismatch(traces: list[list[str]]) -> tuple[str, str, str] | None:
     return None
 
 
-def _group(call: str) -> str:
+def group_of(call: str) -> str:
+    """The ranks among which a line of a trace says it was called: "0,2", or "" for all."""
     return call.split("  ")[0].partition(" among ")[2]

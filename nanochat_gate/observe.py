@@ -115,9 +115,9 @@ class Recorder:
     """What one rank did with collectives since `clear`.
 
     events:   one plain dict a collective, fit to cross to pytest:
-              seq, op, reduction, dtype, reads and writes (shapes), bytes_read, bytes_written, async, where (the
-              target's line), group ("" for all ranks, else "0,2"), waited (None where this lane cannot tell),
-              touched ("" or what happened to its tensors between launch and wait).
+              seq, op, reduction, dtype, reads and writes (shapes), layouts (of what is not contiguous: "gaps in"),
+              bytes_read, bytes_written, async, where (the target's line), group ("" for all ranks, else "0,2"),
+              waited (None where this lane cannot tell), touched ("" or what happened to its tensors in flight).
     bypassed: `method  file.py:12` of each that reached c10d unobserved.
     before:   called with the event of each collective before it is launched.
     """
@@ -178,6 +178,8 @@ class Recorder:
         reads, writes = ([list(t.shape) for t in tensors] for tensors in (inputs, outputs))
         op = bound.get("op")
         dtypes = sorted({str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)})
+        sides = [(t, "in place" if any(t is o for o in outputs) else "in") for t in inputs]
+        sides += [(t, "out") for t in outputs if not any(t is i for i in inputs)]
         members = dist.get_process_group_ranks(bound.get("group"))
         later = bool(bound.get("async_op"))
         event = {
@@ -187,6 +189,7 @@ class Recorder:
             "dtype": ",".join(dtypes) or "-",
             "reads": reads,
             "writes": writes,
+            "layouts": sorted({f"{layout} {side}" for t, side in sides if (layout := withheld.layout(t))}),
             "bytes_read": sum(t.numel() * t.element_size() for t in inputs),
             "bytes_written": sum(t.numel() * t.element_size() for t in outputs),
             "async": later,

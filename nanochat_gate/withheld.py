@@ -115,6 +115,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return tensor.untyped_storage().data_ptr(), int(start), int(start + (last + 1) * size)
 
 
+def layout(tensor: torch.Tensor) -> str:
+    """ "" when contiguous, "transposed" when dense in another order, "gaps" when memory of others lies between."""
+    if tensor.is_contiguous():
+        return ""
+    _, start, end = _span(tensor)
+    return "transposed" if end - start == tensor.numel() * tensor.element_size() else "gaps"
+
+
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     (store_a, start_a, end_a), (store_b, start_b, end_b) = _span(a), _span(b)
     return store_a == store_b and start_a < end_b and start_b < end_a

@@ -1,33 +1,30 @@
-"""COL: the same collectives and the same bits in every process and every run, on gradients whose sums round.
+"""COL: the same bits and the same collectives in every process and every run, late ranks or not.
 
-COL-15  the same parameters on every rank and in every run
+COL-15  the same parameters on every rank and in every run, on gradients whose sums round
 COL-16  the same collectives in real torchrun, where each rank orders its sets otherwise
 COL-17  a rank that is late changes nothing (as it stands)
 """
 
-from nanochat_gate import NotTested, requirement, verify
+from nanochat_gate import requirement, verify
 from suites.col.test_waits import require_seen, verify_order
-from suites.col.watch import late, traced
+from suites.col.watch import LATE, digests_after, late
+from suites.pg.test_torchrun import lives
 
 STEPS = 2
 
 
-@requirement("COL-15", "Parameters are the same bits on every rank and in every run", sizes=(2, 3, 4), core=False)
+@requirement("COL-15", "Parameters are the same bits on every rank and in every run", sizes=(3, 4), core=False)
 def test_same_bits(ranks, size, backend):
-    """Ranks that part by one bit part further with every step; runs that do cannot be repeated to find a fault."""
-    runs = [
-        ("the first run", ranks(traced, STEPS, size=size, backend=backend, lane="withheld")),
-        ("the same ranks again", ranks(traced, STEPS, size=size, backend=backend, lane="withheld")),
-        ("new processes", ranks(traced, STEPS, size=size, backend=backend, lane="withheld", fresh=True)),
-    ]
-    verify_bits(runs, runs[0][1][0]["digests"], size)
-
-
-def verify_bits(runs, first, size):
-    """Digests of all ranks of all runs against those of rank 0 of the first run."""
-    for run, reports in runs:
-        for rank, report in enumerate(reports):
-            for step, (want, got) in enumerate(zip(first, report["digests"], strict=True)):
+    """Ranks that part by one bit part further with every step; a run that can't be repeated hides its faults."""
+    runs = {
+        "the first run": ranks(digests_after, STEPS, size=size, backend=backend, lane="withheld"),
+        "the same ranks again": ranks(digests_after, STEPS, size=size, backend=backend, lane="withheld"),
+        "new processes": ranks(digests_after, STEPS, size=size, backend=backend, lane="withheld", fresh=True),
+    }
+    first = runs["the first run"][0]
+    for run, reports in runs.items():
+        for rank, digests in enumerate(reports):
+            for step, (want, got) in enumerate(zip(first, digests, strict=True)):
                 names = [name for name in want if want[name] != got.get(name)]
                 verify(
                     not names,
@@ -36,18 +33,12 @@ def verify_bits(runs, first, size):
                 )
 
 
-@requirement(
-    "COL-16", "Real torchrun: the same collectives on every rank, the same bits as ever", sizes=(3,), core=False
-)
+@requirement("COL-16", "Real torchrun: every rank issues the same collectives in order", sizes=(2,), core=False)
 def test_torchrun(ranks, size):
     """Collectives in the order of a set pair up among forks of one process, and not among torchrun's ranks."""
-    launched = ranks.torchrun(traced, STEPS, size=size, lane="withheld")
-    require_seen(launched, launched[0]["events"], size)
-    if len({report["hash"] for report in launched}) < size:
-        raise NotTested("the ranks share a PYTHONHASHSEED, which hides what depends on the order of a set")
-    verify_order([report["events"] for report in launched])
-    forked = ranks(traced, STEPS, size=size, lane="withheld")
-    verify_bits([("under torchrun", launched)], forked[0]["digests"], size)
+    reports = lives(ranks, size)
+    require_seen(reports, reports[0]["collectives"], size)
+    verify_order([report["collectives"] for report in reports])
 
 
 @requirement("COL-17", "A rank that is late changes nothing, as it stands", claim="cpu", sizes=(2, 3), core=False)
@@ -56,7 +47,7 @@ def test_late(ranks, size, backend):
     for rank, differs in enumerate(ranks(late, [0, size - 1], size=size, backend=backend)):
         verify(
             not differs,
-            "the same parameters, bit for bit, when a rank is half a second late",
+            f"the same parameters, bit for bit, when a rank is {LATE} s late",
             f"rank {rank} of {size}, {differs}",
-            hint="the handle this step waits on returns before the collective is through",
+            hint="a handle that this step waits on returns before its collective is through",
         )

@@ -5,6 +5,7 @@ COL-11  every asynchronous collective is waited for by the end of the step
 COL-12  what a collective reads or writes is left alone until the wait
 COL-13  every rank issues the same collectives in the same order
 COL-14  a step sends no more than ZeRO does (should)
+COL-18  no tensor is handed over in a layout that the backend gets wrong
 
 All read one run of `watched` for each number of ranks.
 """
@@ -13,8 +14,9 @@ import itertools
 from fractions import Fraction
 
 from nanochat_gate import Unsupported, requirement, verify
-from nanochat_gate.judge import first_mismatch
+from nanochat_gate.judge import first_mismatch, group_of
 from nanochat_gate.observe import signature
+from suites.col.test_backend import outcomes
 from suites.col.watch import STEPS, watched
 
 SIZES = (2, 3, 4)
@@ -99,25 +101,31 @@ def test_left_alone(ranks, size, backend):
 @requirement("COL-13", "Every rank issues the same collectives in the same order with the same shapes", sizes=SIZES)
 def test_order(ranks, size, backend):
     """Collectives that pair up wrongly hang, or add up gradients of different parameters without a word."""
-    verify_order([list(itertools.chain(r["setup"], *r["steps"])) for r in observed(ranks, size, backend)])
+    reports = observed(ranks, size, backend)
+    verify_order(traces([itertools.chain(report["setup"], *report["steps"]) for report in reports]))
 
 
-def verify_order(events):
-    """The events of all ranks agree, in each group among its members."""
-    traces = [[f"{signature(event)}  {event['where']}" for event in own] for own in events]
+def traces(events):
+    """The lines that judge.first_mismatch compares, for the events of each rank."""
+    return [[f"{signature(event)}  {event['where']}" for event in own] for own in events]
+
+
+def verify_order(traces):
+    """The traces of all ranks agree, in each group among its members."""
     if (mismatch := first_mismatch(traces)) is not None:
         expected, actual, where = mismatch
         verify(False, expected, actual, where=where)
-    for group in sorted({event["group"] for own in events for event in own}):
-        members = [int(rank) for rank in group.split(",")] if group else list(range(len(events)))
-        own = [[event for event in events[rank] if event["group"] == group] for rank in members]
+    for group in sorted({group_of(call) for calls in traces for call in calls}):
+        members = [int(rank) for rank in group.split(",")] if group else list(range(len(traces)))
+        own = [[call for call in traces[rank] if group_of(call) == group] for rank in members]
         most = max(own, key=len)
         for rank, calls in zip(members, own, strict=True):
+            left_out = most[min(len(calls), len(most) - 1)]
             verify(
                 len(calls) == len(most),
                 f"{len(most)} collectives on every rank" + (f" of {group}" if group else ""),
-                f"rank {rank} issues {len(calls)}; the first it leaves out: {signature(most[min(len(calls), len(most) - 1)])}",
-                where=most[min(len(calls), len(most) - 1)]["where"],
+                f"rank {rank} issues {len(calls)}; the first it leaves out: {left_out}",
+                where=left_out.rpartition("  ")[2],
             )
 
 
@@ -138,7 +146,7 @@ def test_bytes(ranks, size, backend):
 
 
 def sends(event, size):
-    """Bytes a rank sends for a collective in the leanest way known; single elements (a flag, a norm) are not counted."""
+    """Bytes a rank sends for a collective in the leanest way; one element alone (a flag, a norm) is not counted."""
     members = len(event["group"].split(",")) if event["group"] else size
     named, times = SENT.get(event["op"], ("bytes_written", 1))
     elements = sum(_numel(shape) for shape in event["reads"] or event["writes"])
@@ -150,3 +158,20 @@ def _numel(shape):
     for length in shape:
         count *= length
     return count
+
+
+@requirement("COL-18", "No collective is handed a tensor in a layout that the backend gets wrong", sizes=SIZES)
+def test_layouts(ranks, size, backend):
+    """Gloo takes some views for dense memory: gradients get each other's elements, and neighbours are overwritten."""
+    said = outcomes(ranks, size, backend)[0]
+    for rank, step, event in located(observed(ranks, size, backend)):
+        for layout in event["layouts"]:
+            outcome = said.get(f"{event['op']}, {layout}", "right")
+            verify(
+                outcome == "right",
+                "contiguous tensors, or such as the backend handles",
+                f"rank {rank} of {size}, step {step}, call {event['seq']}, {signature(event)}: a tensor with {layout}, "
+                f"of which {backend} makes {outcome}",
+                where=event["where"],
+                hint="hand over .contiguous()",
+            )

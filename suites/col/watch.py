@@ -1,12 +1,13 @@
 """What the COL suite does in ranks: optimizer steps of the target's own model, with their collectives watched.
 
-watched    the same steps twice, results there at the launch and results withheld until the wait; what differs, and
-           every collective of the second run
-traced     the collectives and a digest of the parameters of each step, on random gradients
-late       steps in which one rank after another is late, against steps in which none is
+watched        the same steps twice, results there at the launch and results withheld until the wait; what differs, and
+               every collective of the second run
+digests_after  a digest of the parameters after each step, on random gradients
+late           steps in which one rank after another is late, against steps in which none is
 """
 
 import hashlib
+import itertools
 import math
 import time
 from fractions import Fraction
@@ -80,7 +81,7 @@ def watched(rank, steps):
     ideal = zero_bytes(optimizers, rank.size)
     return {
         "setup": events[: ends[0]],
-        "steps": [events[start:stop] for start, stop in zip(ends, ends[1:], strict=False)],
+        "steps": [events[start:stop] for start, stop in itertools.pairwise(ends)],
         "bypassed": bypassed,
         "differs": differs,
         "blamed": blamed,
@@ -141,18 +142,16 @@ def random_gradients(rank, named, step):
         parameter.grad = values.to(device=parameter.device, dtype=parameter.dtype)
 
 
-def traced(rank, steps):
-    """events, bypassed, a digest of every parameter after each step, and what this process makes of a string's hash."""
+def digests_after(rank, steps):
+    """A digest of every parameter after each step on random gradients."""
     digests = []
 
     def keep(step, named):
         if step >= 0:
             digests.append({name: exact.bits(p) for name, p in named.items()})
 
-    rank.recorder.clear()
     take_steps(rank, steps, gradients=random_gradients, each=keep)
-    events, bypassed = rank.recorder.events, rank.recorder.bypassed
-    return {"events": events, "bypassed": bypassed, "digests": digests, "hash": hash("nanochat")}
+    return digests
 
 
 def late(rank, who):
