@@ -1,9 +1,11 @@
 """What the PG suite does in ranks, and how it words what came of it.
 
 In ranks: `start` calls compute_init and reports as plain data, `begin` calls it as a training script does and goes on
-in a group of ours where it made none, `tensors` and `digests` are what must agree of a model.
+in a group of ours where it made none, `initial_weights` is what must then agree of a model.
 In pytest: `what_happened` is one sentence on a start, `needs_init` stops where compute_init cannot run on this CPU.
 """
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -65,8 +67,15 @@ def tensors(model):
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def digests(model):
-    return {name: exact.bits(tensor) for name, tensor in tensors(model).items()}
+def initial_weights(rank, **config):
+    """A model made as a training script makes it, and a digest of each of its tensors.
+
+    Its optimizer is made first, since some forks synchronise parameters there; if it cannot be, others will say so.
+    """
+    model = rank.target.model(rank.device, **config)
+    with contextlib.suppress(Exception):
+        rank.target.optimizers(model)
+    return model, {name: exact.bits(tensor) for name, tensor in tensors(model).items()}
 
 
 def needs_init(ranks, backend="gloo"):
@@ -80,9 +89,10 @@ def what_happened(made):
     if made["raised"]:
         return f"under torchrun {RAISES} {made['raised']}"
     if not made["size"]:
-        ddp, world_size = (made["tuple"] + [None] * 5)[0], (made["tuple"] + [None] * 5)[3]
+        ddp, _, _, world_size, *_ = made["tuple"] + [None] * 4
         says = f"reports world size {world_size} but" if ddp else "reports a run of one process and"
-        return f"under torchrun compute_init {says} makes no process group: every rank trains alone"
+        alone = "" if world_size == 1 else ": every rank trains alone"
+        return f"under torchrun compute_init {says} makes no process group{alone}"
     return f"compute_init makes a {made['backend']} group of {made['size']} in which this is rank {made['number']}"
 
 

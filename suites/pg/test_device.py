@@ -59,7 +59,7 @@ def test_named(ranks, size):
             verify(
                 device in made["raised"].lower(),
                 f'compute_init("{device}") raises with a message that names {device!r}',
-                f"{RAISES} {made['raised']}" if made["raised"] else accepted(device, made),
+                f'for "{device}" {RAISES} {made["raised"]}' if made["raised"] else accepted(device, made),
                 where=ranks.facts.where.get("compute_init", ""),
             )
 
@@ -97,10 +97,11 @@ def gpu_presented():
 
 def cpu_run(rank, presented):
     """Dtypes of what a model computes on CPU, by module. presented: a GPU was reported as `common` was imported."""
-    if not rank.target.init_takes_device:
-        raise Unsupported("compute_init takes no device")
+    assert not rank.target.modules()
     with gpu_presented() if presented else contextlib.nullcontext():
         rank.target.module("common")
+    if not rank.target.init_takes_device:
+        raise Unsupported("compute_init takes no device")
     made = start(rank, "cpu")
     if made["raised"]:
         raise Unsupported(f"on CPU {RAISES} {made['raised']}")
@@ -133,7 +134,7 @@ def test_dtype(ranks):
         not names,
         f'after compute_init("cpu") a model computes in {plain.get(of, "the same dtype")}, whether or not torch '
         "reports a GPU",
-        f"{beside_gpu.get(of)} in {len(names)} of {len(plain)} modules ({of} first) once it reports one",
+        f"in {beside_gpu.get(of)} once torch reports a GPU, in {len(names)} of {len(plain)} modules, {of} first",
         where=ranks.facts.where.get("compute_init", ""),
         hint="decided at import, by torch.cuda.is_available()",
     )

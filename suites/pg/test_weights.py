@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from nanochat_gate import Unsupported, requirement, verify
-from suites.pg.start import begin, digests, needs_init, tensors, verify_equal
+from suites.pg.start import begin, initial_weights, needs_init, tensors, verify_equal
 
 
-def initial_weights(rank):
-    """A model made as a training script makes it; its optimizer too, where some forks synchronise parameters."""
+def start_and_make(rank):
     begin(rank)
-    model = rank.target.model(rank.device)
-    rank.target.optimizers(model)
-    return digests(model)
+    return initial_weights(rank)[1]
 
 
 @pytest.mark.core
@@ -24,7 +21,7 @@ def initial_weights(rank):
 def test_equal(ranks, size, backend):
     """Ranks that start from other weights average the gradients of different models, and never agree again."""
     needs_init(ranks, backend)
-    verify_equal(ranks, ranks(initial_weights, size=size, backend=backend, group=None, fresh=True))
+    verify_equal(ranks, ranks(start_and_make, size=size, backend=backend, group=None, fresh=True))
 
 
 # Whatever of a model depends on its configuration is there in one of these, and absent in another.
