@@ -4,13 +4,14 @@ A case is a dict of JSON values: Tq, Tk, Hq, Hkv, causal, window for a call with
 splits, capacity for calls with one. A case that raises gives the words of the error in place of a tensor.
 """
 
+import inspect
+
 import torch
 
 from nanochat_gate import Unsupported
 from suites.att import formula
 
 SENTINEL = 512.0  # what caches hold where nothing was written; exact in bf16
-THROUGH_MODEL = "the target has no module flash_attention.py: its attention is judged through the model"
 
 
 def attention(rank, dtype, claimed):
@@ -18,9 +19,7 @@ def attention(rank, dtype, claimed):
 
     claimed: whether the target claims this device; if it doesn't and the call fails, that is UNSUPPORTED, no failure.
     """
-    if not rank.target.has("flash_attention"):
-        raise Unsupported(THROUGH_MODEL)
-    functions = rank.target.attention()
+    functions = offered(rank)
     q, k, v = (t.to(rank.device, getattr(torch, dtype)) for t in formula.inputs("values", 1, 4, 4, 2, 2))
     try:
         functions.flash_attn_func(q, k, v, causal=True, window_size=(-1, 0))
@@ -29,6 +28,24 @@ def attention(rank, dtype, claimed):
             raise
         raise Unsupported(f"attention to {dtype} tensors on {rank.device.type} raises {words(error)}") from error
     return functions
+
+
+def offered(rank):
+    """The target's attention functions, whose interface is the one this area speaks of."""
+    try:
+        functions = rank.target.attention()
+    except Unsupported as missing:
+        raise Unsupported(f"{missing.what}: its attention is judged through the model") from missing
+    for function in ("flash_attn_func", "flash_attn_with_kvcache"):
+        known = inspect.signature(getattr(functions, function, _none)).parameters.values()
+        if not any(p.kind is p.VAR_KEYWORD for p in known):
+            for lacks in {"causal", "window_size"} - {p.name for p in known}:
+                raise Unsupported(f"the target's {function} takes no {lacks}")
+    return functions
+
+
+def _none(causal, window_size):
+    """Stands for a function that a target does not have."""
 
 
 def words(error):

@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-from nanochat_gate import Unsupported
+from nanochat_gate import Blocked, NotTested, Unsupported
 from suites.att import calls, fake_gpu, formula, models
 
 B, T, CAPACITY, Hq, Hkv = 2, 9, 12, 4, 2
@@ -21,13 +21,14 @@ def dispatched(rank, capability, tensors, window):
     A GPU of `capability` is reported from before the target is imported. dtype "run" is the one the target itself
     computes in. Each answer: function, device, dtype, error and where it came from, the kernel reached, out.
     """
-    if not rank.target.has("flash_attention"):
-        if any(device != "cpu" for device, _ in tensors):
-            raise Unsupported("the target has no module flash_attention.py, so it offers no kernel to judge")
-        return _through_model(rank, capability)
     answers = []
     with fake_gpu.presented(capability) as gpu:
-        functions = rank.target.attention()
+        try:
+            functions = _imported(calls.offered, rank)
+        except Unsupported:
+            if any(device != "cpu" for device, _ in tensors):
+                raise
+            return _through_model(rank, gpu)
         for device, dtype in tensors:
             dtype = str(run_dtype(rank) or torch.bfloat16)[6:] if dtype == "run" else dtype
             for function, call in (("flash_attn_func", _plain), ("flash_attn_with_kvcache", _cached)):
@@ -47,11 +48,19 @@ def run_dtype(rank):
 def fp32_run(rank, capability, tensors, window):
     """`dispatched` in a run that was asked to compute in fp32."""
     with fake_gpu.presented(capability):
-        computes = run_dtype(rank)
+        computes = _imported(run_dtype, rank)
     if computes != torch.float32:
         instead = "leaves the dtype to autocast" if computes is None else f"computes in {computes} all the same"
         raise Unsupported(f"no run in fp32 can be asked for by NANOCHAT_DTYPE: the target {instead}")
     return dispatched(rank, capability, tensors, window)
+
+
+def _imported(importing, *args):
+    """A target that can't be imported next to a presented GPU may well be next to a real one."""
+    try:
+        return importing(*args)
+    except Blocked as blocked:
+        raise NotTested(f"with a GPU presented where there is none, {blocked.reason}") from blocked
 
 
 def _plain(functions, place, dtype, window):
@@ -87,19 +96,21 @@ def _answer(rank, gpu, call, *args):
     return answer
 
 
-def _through_model(rank, capability):
+def _through_model(rank, gpu):
     """The same of a forward through the model, on the CPU in fp32."""
-    with fake_gpu.presented(capability) as gpu:
-        rank.target.module("gpt")
+    _imported(rank.target.module, "gpt")
 
-        def forward():
-            return models.logits(rank, models.randomised(rank), models.tokens(rank, 1, T))
+    def forward():
+        return models.logits(rank, models.randomised(rank), models.tokens(rank, 1, T))
 
-        answer = {"function": "the model's forward", "device": "cpu", "dtype": "float32", "out": None}
-        return [answer | _answer(rank, gpu, forward)]
+    answer = {"function": "the model's forward", "device": "cpu", "dtype": "float32", "out": None}
+    return [answer | _answer(rank, gpu, forward)]
 
 
 def reads_switch(rank):
     """Whether the target's attention module so much as names the switch."""
-    name = "flash_attention" if rank.target.has("flash_attention") else "gpt"
-    return SWITCH in inspect.getsource(rank.target.module(name))
+    try:
+        module = rank.target.module("flash_attention")
+    except Unsupported:
+        module = rank.target.module("gpt")
+    return SWITCH in inspect.getsource(module)

@@ -4,6 +4,8 @@ Weights are drawn anew, since models start with zeroed projections behind which 
 init_weights forgets is not attention's fault. What a model keeps in 16 bits for autocast's sake is made fp32.
 """
 
+import inspect
+
 import torch
 
 from nanochat_gate import Unsupported, exact
@@ -86,6 +88,8 @@ def changed_tokens(rank, at, claimed):
 def new_cache(rank, model, B, T):
     if not rank.target.has("engine"):
         raise Unsupported("the target has no module engine.py with a KVCache")
+    if "kv_cache" not in inspect.signature(model.forward).parameters:
+        raise Unsupported("the target's model takes no kv_cache")
     config = model.config
     heads = getattr(config, "n_kv_head", config.n_head)
     sizes = dict(batch_size=B, num_heads=heads, seq_len=T, head_dim=config.n_embd // config.n_head)
@@ -98,10 +102,13 @@ def sampled(rank, claimed):
     model, idx, _ = full(rank, claimed, 2, PROMPT + TOKENS, **LONG)
     idx[1, :PROMPT] = idx[0, :PROMPT]
     want = logits(rank, model, idx)
-    first = new_cache(rank, model, 1, PROMPT)
-    parts = [logits(rank, model, idx[:1, :PROMPT], kv_cache=first).expand(2, -1, -1)]
     cache = new_cache(rank, model, 2, PROMPT + TOKENS)
-    cache.prefill(first)
+    if hasattr(cache, "prefill"):
+        first = new_cache(rank, model, 1, PROMPT)
+        parts = [logits(rank, model, idx[:1, :PROMPT], kv_cache=first).expand(2, -1, -1)]
+        cache.prefill(first)
+    else:
+        parts = [logits(rank, model, idx[:, :PROMPT], kv_cache=cache)]
     for position in range(PROMPT, PROMPT + TOKENS):
         parts.append(logits(rank, model, idx[:, position : position + 1], kv_cache=cache))
     return compared(rank, model, idx, want, parts)

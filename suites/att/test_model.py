@@ -1,6 +1,6 @@
 """ATT: attention through the target's own model, which also judges targets without an attention module.
 
-    ATT-18  no token changes the logits before it, every token changes those from it on
+    ATT-18  no token changes the logits before it, every token changes those that follow
     ATT-19  sampling: a prompt in one go, its cache copied to several rows, then token by token
     ATT-20  a prompt in chunks (nanochat's own sampling feeds it in one go)
 
@@ -11,6 +11,7 @@ from nanochat_gate import requirement, verify
 from suites.att import judging, models
 
 CHANGED = (0, 1, 75, 130, 138)
+NEAR = 16  # how far any model must look back; a memory that fades may lose in roundings what is farther
 CHUNKS = [50, 70, 30, 1, 9]
 
 
@@ -47,19 +48,19 @@ def same(got, splits):
     verify(not off.any(), expected, actual, where=got["where"], hint=hint)
 
 
-@requirement("ATT-18", "A token changes no logits before it, and does change those from it on")
+@requirement("ATT-18", "A token changes no logits before it, and does change those that follow")
 def test_causal(ranks, backend):
     """A model that sees the token it is to predict has a splendid loss and is worth nothing."""
     got = run(ranks, backend, models.changed_tokens, list(CHANGED))
     where = ranks.facts.where.get("forward", "")
     for position, moves in zip(CHANGED, got["moves"], strict=True):
         leaks = [i for i in range(position) if not moves[i] <= got["bound"]]
-        blind = [i for i in range(position, len(moves)) if not moves[i] > got["bound"]]
+        blind = [i for i in range(position, min(position + NEAR, len(moves))) if not moves[i] > got["bound"]]
         for wrong in (leaks, blind):
             verify(
                 not wrong,
-                f"the token at position {position} moves logits at no position before it and at all from it on, "
-                f"by more than {allowed(got)}",
+                f"the token at position {position} moves logits by more than {allowed(got)} at no position before it, "
+                f"and at each of the {NEAR} from it on",
                 f"it moves those at {wrong[0]} by {moves[wrong[0]]:.2g}" if wrong else "",
                 where=where,
             )

@@ -41,9 +41,9 @@ BOTH_WAYS = cases(
     lambda T: [(-1, -1), (0, 0), (1, 1), (T, -1), (-1, 0), (-1, T - 2)],
     causal=False,
 )
-SOME = cases([(1, 1), (2, 2), (17, 17), (100, 100)], lambda T: [(-1, 0), (1, 0), (T - 2, 0)]) + cases(
-    [(33, 33)], lambda T: [(-1, 0), (7, 0)], heads=HEADS[1:]
-)
+SOME = cases(
+    [(1, 1), (2, 2), (17, 17), (100, 100)], lambda T: [(-1, 0), *((left, 0) for left in {1, T - 2} if left > 0)]
+) + cases([(33, 33)], lambda T: [(-1, 0), (7, 0)], heads=HEADS[1:])
 
 
 def check(ranks, backend, some, probe, dtype="float32"):
