@@ -30,6 +30,7 @@ Several Edits may follow one another where one is not enough. Further arguments 
                    Most faults (at least 70%) must be of the kind that nobody notices, and that is measured.
     hangs=True     the fault makes ranks wait for each other for ever, so the ids may be red by time-out alone.
                    Costs 10 s; keep to few.
+    sizes=(3,)     shows at other world sizes than 1 and 2.
     uncaught="..." nothing catches it yet, and why; `ids` may be (). Goes red once something does.
 
 Try it with `pytest tests/faults -k adamw-bias`. `pytest tests/faults --everything` runs every fault against every

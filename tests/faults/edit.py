@@ -35,6 +35,7 @@ class Fault:
     trains:   ranks still train with falling loss, so nobody would notice.
     hangs:    the ids may be red by time-out alone.
     uncaught: why nothing catches it yet; it must then go uncaught.
+    sizes:    the world sizes it is looked for at.
     """
 
     name: str
@@ -44,10 +45,11 @@ class Fault:
     trains: bool
     hangs: bool
     uncaught: str
+    sizes: tuple[int, ...]
 
-    def __init__(self, name, harm, *edits, ids, trains=True, hangs=False, uncaught=""):
-        given = dict(name=name, harm=harm, edits=edits, ids=ids, trains=trains, hangs=hangs, uncaught=uncaught)
-        for field, value in given.items():
+    def __init__(self, name, harm, *edits, ids, trains=True, hangs=False, uncaught="", sizes=(1, 2)):
+        given = dict(name=name, harm=harm, edits=edits, ids=ids, sizes=sizes)
+        for field, value in {**given, "trains": trains, "hangs": hangs, "uncaught": uncaught}.items():
             object.__setattr__(self, field, value)
 
 

@@ -36,14 +36,17 @@ class Gated:
         return found
 
 
-def gate(tree, out, server, ids=(), sizes="1,2,3", env=None):
-    """Run `pytest suites` on the checkout: the requirements in `ids` at `sizes`, or without ids all of it.
+def gate(tree, out, server, ids=(), sizes=(1, 2), env=None):
+    """Run the suites on the checkout: the requirements in `ids` at world sizes `sizes`, or without ids all of them.
 
     server: the address of a running fork server. Raises verdict.Unreadable when the run left no whole verdict.
     """
-    argv = ["suites", f"--nanochat={tree}", f"--gate-out={out}"]
+    argv = [f"--nanochat={tree}", f"--gate-out={out}"]
     if ids:
-        argv += [f"--world-sizes={sizes}", "-k", " or ".join(ids)]
+        folders = sorted({f"suites/{id.split('-')[0].lower()}" for id in ids})
+        argv = [*folders, *argv, f"--world-sizes={','.join(map(str, sizes))}", "-k", " or ".join(ids)]
+    else:
+        argv = ["suites", *argv]
     code, output = run(argv, Path(out) / "output", {"NANOCHAT_GATE_SERVER": server} | (env or {}))
     try:
         whole = verdict.read(Path(out) / verdict.FILE_NAME)

@@ -1,6 +1,6 @@
 """Every named fault is caught by the requirements it names, and most of them leave a run that trains.
 
-`pytest tests/faults -k NAME` tries one; with `--everything` a fault meets all suites and what caught it is printed.
+`pytest tests/faults -k NAME` tries one, `-k opt.` an area's; with `--everything` a fault meets all suites and what caught it is printed.
 """
 
 import json
@@ -12,14 +12,16 @@ from nanochat_gate import environment, verdict, world
 from nanochat_gate import target as targets
 from tests.faults import att, col, edit, gating, opt, pg, train
 
-FAULTS = [*pg.FAULTS, *col.FAULTS, *att.FAULTS, *opt.FAULTS]
+CATALOGUES = {"pg": pg.FAULTS, "col": col.FAULTS, "att": att.FAULTS, "opt": opt.FAULTS}
+AREA = {fault: area for area, faults in CATALOGUES.items() for fault in faults}
+FAULTS = list(AREA)
 SILENT = [fault for fault in FAULTS if fault.trains]
 
 pytestmark = pytest.mark.faults
 
 
 def by_name(faults):
-    return pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name) for fault in faults])
+    return pytest.mark.parametrize("fault", [pytest.param(fault, id=f"{AREA[fault]}.{fault.name}") for fault in faults])
 
 
 def test_names_are_unique_and_ids_are_given():
@@ -46,7 +48,7 @@ def test_caught(fault, gate, tmp_path, request, capsys):
     everything = request.config.getoption("everything", default=False)
     assert gate.server
     assert everything or fault.ids, f"nothing is said to catch {fault.name}"
-    gated = gating.gate(tree, tmp_path / "out", gate.address, () if everything else fault.ids)
+    gated = gating.gate(tree, tmp_path / "out", gate.address, () if everything else fault.ids, fault.sizes)
     if everything:
         with capsys.disabled():
             print(f"\n{fault.name}: {', '.join(sorted(gated.red)) or 'NOTHING'}")

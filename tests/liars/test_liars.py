@@ -29,7 +29,7 @@ def test_is_red(liar, gate, place):
     with open(tree / liar.file, "a") as file:
         file.write("\n\n" + liar.code)
     assert gate.server
-    gated = gating.gate(tree, place / "out", gate.address, liar.ids, sizes="1,2", env={"TMPDIR": str(place)})
+    gated = gating.gate(tree, place / "out", gate.address, liar.ids, env={"TMPDIR": str(place)})
     told = "\n".join(f"{r['id']} {r['params']} {r['state']}: {r['actual']} {r['where']}" for r in gated.run.records)
     assert gated.code == 1, gated.output[-3000:]
     assert gated.run.footer["verdict"] == liar.verdict, told
