@@ -5,9 +5,12 @@ order, may be as far from the truth as the fp32 one is, and as one rounding of t
 FACTOR allows for what one order of sums is to another.
 """
 
+import json
+
 import pytest
 import torch
 
+from nanochat_gate import environment, target, world
 from suites.opt.groups import ADAMW, MUON, build
 from suites.steps import FLOAT32, set_schedule
 
@@ -106,14 +109,55 @@ def course(got, name, size, dtype):
     return after
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_formula(ranks, size):
-    """Both sharded and single steps could agree with each other on something that is not nanochat's optimizer."""
-    for got in ranks(reference_steps, size=size, env=FLOAT32):
+def check(worlds):
+    for got in worlds:
         for name in got[0]:
-            exact, rough = (course(got, name, size, dtype) for dtype in (torch.float64, torch.float32))
+            exact, rough = (course(got, name, len(worlds), dtype) for dtype in (torch.float64, torch.float32))
             for step in range(STEPS):
                 p = got[step + 1][name][0].double()
                 distance = (p - exact[step]).abs().max()
                 usual = (rough[step].double() - exact[step]).abs().max() + 2.0**-24 * exact[step].abs().max()
                 assert distance <= FACTOR * usual, f"{name} after step {step}: off by {distance:.3g}, usual {usual:.3g}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_formula(ranks, size):
+    """Both sharded and single steps could agree with each other on something that is not nanochat's optimizer."""
+    check(ranks(reference_steps, size=size, env=FLOAT32))
+
+
+@pytest.mark.parametrize(
+    ("inside", "find", "put"),
+    [
+        pytest.param("_muon_step", "(g * params) >= 0", "(g * params) < 0", id="decay-where-it-disagrees"),
+        pytest.param(
+            "_muon_step", "grads.lerp(momentum_buffer, momentum)", "momentum_buffer.clone()", id="no-nesterov"
+        ),
+        pytest.param("_muon_step", "row_norms.clamp_min(1e-6)", "mean_norm.clamp_min(1e-6)", id="rows-not-rescaled"),
+        pytest.param(
+            "_muon_step", "min(m, n) ** 0.5 / g.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6)", "1.0", id="norm"
+        ),
+        pytest.param("_muon_step", "1 - beta2_t.to(second_buffer.dtype)", "0.1", id="beta2-of-the-group-ignored"),
+        pytest.param("MuonAdamW._muon", "-1 if m >= n else -2", "-2 if m >= n else -1", id="variance-along-other-dim"),
+        pytest.param("MuonAdamW._muon", "-1 if m >= n else -2", "-1 if m > n else -2", id="variance-of-square"),
+        pytest.param(
+            "_muon_step", "polar_express_coeffs[:ns_steps]", "polar_express_coeffs[:4]", id="ns-steps-ignored"
+        ),
+        pytest.param("_muon_step", "second_buffer.clamp_min(1e-10)", "v.to(g.dtype)", id="second-moment-forgotten"),
+    ],
+)
+def test_formula_tells(gate, tmp_path, inside, find, put):
+    """A bound that lets these through would let the reference drift from nanochat."""
+    from tests.faults import edit  # here, since ranks read this file too and know no package of tests
+
+    tree = edit.make_copy(tmp_path / "tree")
+    edit.apply([edit.Edit("nanochat/optim.py", inside, find, put)], tree)
+    spec = world.Spec(json.dumps(target.find(tree).for_ranks()), 2, env=tuple(FLOAT32.items()))
+    ranks = world.World(gate.server, spec, environment.base())
+    try:
+        replies = ranks.call(__file__, "reference_steps", [], "reference_steps")
+    finally:
+        ranks.close()
+    assert all(reply.ok for reply in replies), replies
+    with pytest.raises(AssertionError, match="after step"):
+        check([reply.value for reply in replies])
