@@ -164,7 +164,7 @@ def in_place(rank):
         whole[mine] = want[mine].to(rank.device)
         single("all_gather")(whole, whole[mine], async_op=True).wait()
         parts = [torch.full_like(want[:5], -1).to(rank.device) for _ in range(rank.size)]
-        parts[rank.rank] = want[mine].to(rank.device)
+        parts[rank.rank] = want[mine].to(rank.device, copy=True)
         dist.all_gather(parts, parts[rank.rank], async_op=True).wait()
         for name, got in (("", whole), (" of a list", torch.cat(parts))):
             if not torch.equal(got.cpu(), want):
