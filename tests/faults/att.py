@@ -25,6 +25,17 @@ FAULTS = [
         ids=("ATT-01", "ATT-02", "ATT-03"),
     ),
     Fault(
+        "switch-in-lower-case-only",
+        "NANOCHAT_FORCE_SDPA=True is ignored.",
+        Edit(
+            ATTENTION,
+            "_sdpa_is_forced",
+            'os.environ.get("NANOCHAT_FORCE_SDPA", "").strip().lower()',
+            'os.environ.get("NANOCHAT_FORCE_SDPA", "").strip()',
+        ),
+        ids=("ATT-03",),
+    ),
+    Fault(
         "kernel-for-any-dtype",
         "A run in fp32 on a GPU stops at its first attention.",
         Edit(ATTENTION, "_resolve_use_fa3", FITS, "HAS_FA3 and all(t.is_cuda for t in tensors)"),
@@ -117,6 +128,12 @@ FAULTS = [
         ids=("ATT-10", "ATT-14"),
     ),
     Fault(
+        "chunks-aligned-to-the-first-key",
+        "A prompt fed in chunks is right in its first chunk and in single tokens only.",
+        Edit(ATTENTION, "_sdpa", "first = Tk - Tq", "first = Tk - Tq if Tq == 1 else 0"),
+        ids=("ATT-16", "ATT-20"),
+    ),
+    Fault(
         "always-causal",
         "The causal flag cannot be cleared.",
         Edit(ATTENTION, "_sdpa", "if causal:\n    right = 0", "right = 0"),
@@ -202,6 +219,17 @@ FAULTS = [
         "Queries see the whole cache, with what an earlier text left in it.",
         Edit(ATTENTION, "flash_attn_with_kvcache", "end = start + new", "end = k_cache.size(1)"),
         ids=("ATT-14",),
+    ),
+    Fault(
+        "caller-loses-its-values",
+        "The values that a caller gave to be cached are zeros afterwards.",
+        Edit(
+            ATTENTION,
+            "flash_attn_with_kvcache",
+            "return torch.cat(out) if len(out) > 1 else out[0]",
+            "if new:\n    v.zero_()\nreturn torch.cat(out) if len(out) > 1 else out[0]",
+        ),
+        ids=("ATT-21",),
     ),
     Fault(
         "cache-advances-in-every-layer",
