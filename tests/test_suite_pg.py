@@ -72,7 +72,7 @@ def test_single_process_that_raises():
     """Refusing a CPU is a fault only of a fork that claims it; failing on a stray RANK always is one."""
     fine = {"raised": "", "tuple": test_alone.ALONE, "size": 0}
     raises = fine | {"raised": "AssertionError"}
-    with pytest.raises(Violation, match="compute_init raises AssertionError"):
+    with pytest.raises(Violation, match=r"compute_init raises AssertionError$"):
         test_alone.test_without_torchrun(told([raises]))
     with pytest.raises(Unsupported):
         test_alone.test_without_torchrun(told([raises], claims=("cuda",)))

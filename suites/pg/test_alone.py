@@ -37,15 +37,16 @@ def starts(ranks, *environments):
 
 def verify_alone(ranks, made, given):
     if made["raised"]:
-        actual = f"{RAISES} {made['raised']}"
+        does = f"raises {made['raised']}"
     elif made["size"]:
-        actual = f"a {made['backend']} group of {made['size']}"
+        does = f"makes a {made['backend']} group of {made['size']}"
     else:
-        actual = f"no group, and {shown(made['tuple'])} returned"
+        does = f"makes no group and returns {shown(made['tuple'])}"
+    should = f"makes no group and returns {shown(ALONE)}"
     verify(
-        actual == f"no group, and {shown(ALONE)} returned",
-        f"no process group, and {shown(ALONE)} returned, with {given}",
-        actual,
+        does == should,
+        f"with {given} compute_init {should}",
+        f"with {given} compute_init {does}",
         where=ranks.facts.where.get("compute_init", ""),
     )
 

@@ -9,7 +9,7 @@ PG-09  compute_init can follow it (should)
 import pytest
 import torch.distributed as dist
 
-from nanochat_gate import requirement, verify
+from nanochat_gate import Violation, requirement, verify
 from suites.pg.start import start, what_happened
 
 
@@ -34,16 +34,27 @@ def test_destroys(ranks, size, backend):
 @requirement("PG-07", "compute_cleanup does nothing in a single process")
 def test_single_process(ranks):
     """A script run without torchrun would end in a traceback after it has trained."""
-    ranks(clean_up, size=1, group=None, torchrun=False, fresh=True)
+    ranks(clean_up_nothing, "in a single process", size=1, group=None, torchrun=False, fresh=True)
+
+
+def clean_up_nothing(rank, when):
+    try:
+        rank.target.compute_cleanup()
+    except Exception as error:
+        raise Violation(
+            "compute_cleanup does nothing where there is no group",
+            " ".join(f"{when} compute_cleanup raises {type(error).__name__}: {error}".split()).rstrip(":"),
+            where=rank.target.where(rank.target.module("common").compute_cleanup),
+        ) from error
 
 
 def clean_up_without_group(rank):
-    rank.target.compute_cleanup()
+    clean_up_nothing(rank, "before a group is made")
     rank.rendezvous()
     rank.join()
     dist.barrier()
     rank.target.compute_cleanup()
-    rank.target.compute_cleanup()
+    clean_up_nothing(rank, "after the group has gone")
 
 
 @requirement("PG-08", "compute_cleanup under torchrun tolerates that there is no group", level="should", sizes=(2,))
