@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat_gate import exact
+from nanochat_gate.rank import describe
 from suites.opt.groups import build
 from suites.steps import require_observed, set_gradients
 
@@ -15,7 +16,7 @@ PATIENCE = 5.0  # s from one rank's refusal until all others must have refused t
 
 
 def attempt(rank, do):
-    """Run do(): "" when it returned, its error's words when it raised on every rank; raises it where others go on.
+    """Run do(): None when it returned, its error's text and where when every rank raised; raises it where others go on.
 
     Works once in a world, so call with fresh=True. The ranks of a world share TMPDIR.
     """
@@ -29,16 +30,20 @@ def attempt(rank, do):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return ""
+        said = describe(error, rank.target)
+        return {"text": said["text"], "where": said["where"]}
+    return None
 
 
 def bits(named):
     return {name: exact.bits(parameter) for name, parameter in named.items()}
 
 
-def uneven(rank, groups):
-    """One step on hand-built groups that cannot all be dealt evenly; what became of parameters and of the group."""
+def uneven(rank, groups, probe=False):
+    """One step on hand-built groups that cannot all be dealt evenly; what became of parameters and of collectives.
+
+    probe: all_reduce rank + 1 afterwards, as `sum`.
+    """
     named, optimizers = build(rank, groups)
     before = bits(named)
     set_gradients(rank, named, 0)
@@ -50,13 +55,13 @@ def uneven(rank, groups):
     refused = attempt(rank, step)
     pending = [f"{e['op']} at {e['where']}" for e in rank.recorder.events if not e["waited"]]
     require_observed(rank)
-    out = {"refused": refused, "pending": pending, "unchanged": bits(named) == before, "sum": 0.0}
+    out = {"refused": refused, "pending": pending, "unchanged": bits(named) == before}
     out["after"] = {name: p.detach().clone().cpu() for name, p in named.items()}
-    if dist.is_initialized():
+    if probe:
         with rank.recorder.quiet():
-            probe = torch.full((5,), float(rank.rank + 1), device=rank.device)
-            dist.all_reduce(probe)
-        out["sum"] = float(probe[0]) if bool((probe == probe[0]).all()) else float("nan")
+            total = torch.full((5,), float(rank.rank + 1), device=rank.device)
+            dist.all_reduce(total)
+        out["sum"] = float(total[0]) if bool((total == total[0]).all()) else float("nan")
     return out
 
 
