@@ -13,7 +13,15 @@ from suites.steps import FLOAT32
 # Under and over 1024 elements; slices at 2, 3 and 4 ranks are multiples of 32, the widest vector of bf16.
 SHAPES = [[12, 64], [12, 96], [96, 32]]
 VECTORS = [
-    {"name": "wte", "shapes": SHAPES, "dtype": "bfloat16", **ADAMW, "betas": [0.8, 0.995], "weight_decay": 0.01},
+    {
+        "name": "wte",
+        "shapes": SHAPES,
+        "dtype": "bfloat16",
+        **ADAMW,
+        "lr": 0.5,
+        "betas": [0.8, 0.995],
+        "weight_decay": 0.01,
+    },
     {"name": "fast", "shapes": SHAPES, "dtype": "bfloat16", **ADAMW, "lr": 0.5, "betas": [0.9, 0.9]},
 ]
 MATRICES = [
