@@ -50,6 +50,17 @@ FAULTS = [
             "torch.cuda.get_device_capability()[0] != 9",
             "torch.cuda.get_device_capability()[0] < 9",
         ),
+        ids=("ATT-22",),
+    ),
+    Fault(
+        "kernel-for-every-older-gpu",
+        "A run on a GPU from before Ampere stops at its first attention, in a kernel with no code for it.",
+        Edit(
+            ATTENTION,
+            "_load_flash_attention_3",
+            "torch.cuda.get_device_capability()[0] != 9",
+            "torch.cuda.get_device_capability()[0] > 9",
+        ),
         ids=("ATT-06",),
     ),
     Fault(
