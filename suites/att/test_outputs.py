@@ -66,6 +66,7 @@ def check(ranks, backend, some, probe, dtype="float32"):
     judging.all_right(some, wrong, expected, where=ranks.facts.where.get("flash_attn_func", ""))
 
 
+@pytest.mark.core
 @requirement("ATT-08", "Causal attention sees exactly the keys of its window")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys(ranks, backend, dtype):

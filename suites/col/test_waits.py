@@ -13,7 +13,9 @@ All read one run of `watched` for each number of ranks.
 import itertools
 from fractions import Fraction
 
-from nanochat_gate import Unsupported, requirement, verify
+import pytest
+
+from nanochat_gate import Unsupported, Violation, requirement, verify
 from nanochat_gate.judge import first_mismatch, group_of
 from nanochat_gate.observe import signature
 from suites.col.test_backend import outcomes
@@ -34,23 +36,23 @@ def observed(ranks, size, backend):
     """What `watched` saw on each rank. Unsupported where it could not see all, or there was nothing to see."""
 
     def run():
-        return ranks(watched, STEPS, size=size, backend=backend, lane="withheld")
+        try:
+            return {"reports": ranks(watched, STEPS, size=size, backend=backend, lane="withheld")}
+        except Violation as error:
+            return {"violation": vars(error)}
 
-    reports = ranks.gate.shared(f"col-watched-{backend}-{size}", run)
-    require_seen(reports, [event for step in reports[0]["steps"] for event in step], size)
-    return reports
-
-
-def require_seen(reports, events, size):
-    """Unsupported where collectives were not observed, or there are none."""
-    for rank, report in enumerate(reports):
+    got = ranks.gate.shared(f"col-watched-{backend}-{size}", run)
+    if "violation" in got:
+        raise Violation(**got["violation"])
+    for rank, report in enumerate(got["reports"]):
         if report["bypassed"]:
             count, first = len(report["bypassed"]), report["bypassed"][0]
             raise Unsupported(
                 f"unobserved: rank {rank} of {size} makes {count} calls past torch.distributed's functions, {first}"
             )
-    if not events:
-        raise Unsupported(f"an optimizer step on {size} ranks issues no collective")
+        if not any(report["steps"]):
+            raise Unsupported(f"an optimizer step on {size} ranks issues no collective")
+    return got["reports"]
 
 
 def located(reports):
@@ -61,6 +63,7 @@ def located(reports):
                 yield rank, step, event
 
 
+@pytest.mark.core
 @requirement("COL-10", "No result of a collective is used before it is waited for", sizes=SIZES)
 def test_results(ranks, size, backend):
     """On a quiet machine the result is there in time; on a busy one the step takes in whatever memory held before."""
@@ -74,6 +77,7 @@ def test_results(ranks, size, backend):
         )
 
 
+@pytest.mark.core
 @requirement("COL-11", "Every asynchronous collective is waited for by the end of the step", sizes=SIZES)
 def test_waited(ranks, size, backend):
     """What nobody waits for may still be writing when the next step, an evaluation or a checkpoint reads."""

@@ -5,6 +5,8 @@ OPT-02  with results withheld until they are waited for
 OPT-03  with a vocabulary that does not divide by the number of ranks
 """
 
+import pytest
+
 from nanochat_gate import requirement
 from suites.opt.groups import model_parity
 from suites.opt.judging import check_parity
@@ -14,12 +16,14 @@ STEPS = 5
 ODD = {"vocab_size": 193, "n_layer": 2}
 
 
+@pytest.mark.core
 @requirement("OPT-01", "Sharded steps as they stand equal one process's bit for bit", claim="cpu", sizes=(2, 3, 4))
 def test_as_it_stands(ranks, size, backend):
     """A step that averages, slices or gathers wrongly trains another model than one process would."""
     check_parity(ranks, model_parity, STEPS, {}, size=size, backend=backend, lane="plain")
 
 
+@pytest.mark.core
 @requirement("OPT-02", "Sharded steps equal one process's bit for bit, with results withheld", sizes=(2, 3, 4))
 def test_withheld(ranks, size, backend):
     """A result used before its wait is right on a quiet machine and wrong on a busy one."""
