@@ -64,7 +64,7 @@ def summary(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], names: list[
         for n in names
         if n in a and n in b and a[n].shape == b[n].shape and a[n].numel()
     ]
-    largest = f", by up to {max(gaps):.3g}" if gaps else ""
+    largest = f", by up to {max(gaps):.3g}" if any(gaps) else ""
     poisoned = f"; NaN in {nan[0]}" if nan else ""
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return f"{len(names)} of {len(a)} tensors differ{largest}: {shown}{poisoned}"

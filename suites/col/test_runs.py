@@ -1,14 +1,11 @@
-"""COL: the same bits and the same collectives in every process and every run, late ranks or not.
+"""COL: the same bits on every rank and in every run, late ranks or not.
 
 COL-15  the same parameters on every rank and in every run, on gradients whose sums round
-COL-16  the same collectives in real torchrun, where each rank orders its sets otherwise
 COL-17  a rank that is late changes nothing (as it stands)
 """
 
 from nanochat_gate import requirement, verify
-from suites.col.test_waits import require_seen, verify_order
 from suites.col.watch import LATE, digests_after, late
-from suites.pg.test_torchrun import lives
 
 STEPS = 2
 
@@ -31,14 +28,6 @@ def test_same_bits(ranks, size, backend):
                     f"after step {step} the bits that rank 0 has in the first run, in all {len(want)} parameters",
                     f"{run}, rank {rank} of {size}: {len(names)} differ: {', '.join(names[:3])}",
                 )
-
-
-@requirement("COL-16", "Real torchrun: every rank issues the same collectives in order", sizes=(2,), core=False)
-def test_torchrun(ranks, size):
-    """Collectives in the order of a set pair up among forks of one process, and not among torchrun's ranks."""
-    reports = lives(ranks, size)
-    require_seen(reports, reports[0]["collectives"], size)
-    verify_order([report["collectives"] for report in reports])
 
 
 @requirement("COL-17", "A rank that is late changes nothing, as it stands", claim="cpu", sizes=(2, 3), core=False)

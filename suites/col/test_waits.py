@@ -174,8 +174,8 @@ def test_layouts(ranks, size, backend):
             verify(
                 outcome == "right",
                 "contiguous tensors, or such as the backend handles",
-                f"rank {rank} of {size}, step {step}, call {event['seq']}, {signature(event)}: a tensor with {layout}, "
-                f"of which {backend} makes {outcome}",
+                f"rank {rank} of {size}, step {step}, call {event['seq']}, {signature(event)}: {layout}, "
+                f"which {backend} gets wrong: {outcome}",
                 where=event["where"],
                 hint="hand over .contiguous()",
             )

@@ -9,9 +9,12 @@ late           steps in which one rank after another is late, against steps in w
 import hashlib
 import itertools
 import math
+import random
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -23,8 +26,14 @@ LATE = 0.5  # s
 SLOW = 0.01  # s
 
 
-def take_steps(rank, steps, gradients=set_gradients, each=lambda step, named: None):
-    """Optimizer steps under the schedule; `each(step, named parameters)` after every one. Returns the optimizers."""
+def take_steps(rank, steps, gradients=set_gradients, each=lambda step, named: None, seed=None):
+    """Optimizer steps under the schedule; `each(step, named parameters)` after every one. Returns the optimizers.
+
+    seed: for what the target draws by other means than torch, so that it draws the same in each run that is compared.
+    """
+    if seed is not None:
+        random.seed(seed)
+        numpy.random.seed(seed)
     model, optimizers = make_model(rank)
     named = dict(model.named_parameters())
     each(-1, named)
@@ -39,16 +48,25 @@ def take_steps(rank, steps, gradients=set_gradients, each=lambda step, named: No
     return optimizers
 
 
-def parameters(rank, steps):
-    """A copy of all parameters after each step."""
-    after = []
+def run(rank, steps):
+    """Steps on exact gradients: copies of all parameters after each, the collectives before each, the optimizers."""
+    made = SimpleNamespace(after=[], ends=[])
 
-    def keep(step, named):
+    def end(step, named):
+        made.ends.append(len(rank.recorder.events))
         if step >= 0:
-            after.append({name: p.detach().clone() for name, p in named.items()})
+            made.after.append({name: p.detach().clone() for name, p in named.items()})
 
-    take_steps(rank, steps, each=keep)
-    return after
+    made.optimizers = take_steps(rank, steps, each=end, seed=rank.rank)
+    return made
+
+
+def difference(want, got):
+    """(number of the first step after which parameters differ in any bit, how), or (len(want), "")."""
+    for step, (a, b) in enumerate(zip(want, got, strict=True)):
+        if names := exact.differing(a, b):
+            return step, f"after step {step}: {exact.summary(a, b, names)}"
+    return len(want), ""
 
 
 def watched(rank, steps):
@@ -60,28 +78,19 @@ def watched(rank, steps):
     """
     recorder = rank.recorder
     with recorder.prompt():
-        want = parameters(rank, steps)
+        want = run(rank, steps).after
     recorder.clear()
-    ends, got = [], []
-
-    def end(step, named):
-        ends.append(len(recorder.events))
-        if step >= 0:
-            got.append({name: p.detach().clone() for name, p in named.items()})
-
-    optimizers = take_steps(rank, steps, each=end)
+    got = run(rank, steps)
     events, bypassed = recorder.events, recorder.bypassed
-    differs, first = "", steps
-    for step, (a, b) in enumerate(zip(want, got, strict=True)):
-        if names := exact.differing(a, b):
-            differs, first = f"after step {step}: {exact.summary(a, b, names)}", step
-            break
+    first, differs = difference(want, got.after)
     first, count = _lowest(rank, first), _lowest(rank, len(events))
     blamed = _blamed(rank, want[: first + 1], count) if first < steps else ""
-    ideal = zero_bytes(optimizers, rank.size)
+    if blamed is None:
+        differs, blamed = f"no two runs agree, not even with results at the launch; {differs}", ""
+    ideal = zero_bytes(got.optimizers, rank.size)
     return {
-        "setup": events[: ends[0]],
-        "steps": [events[start:stop] for start, stop in itertools.pairwise(ends)],
+        "setup": events[: got.ends[0]],
+        "steps": [events[start:stop] for start, stop in itertools.pairwise(got.ends)],
         "bypassed": bypassed,
         "differs": differs,
         "blamed": blamed,
@@ -98,14 +107,16 @@ def _lowest(rank, value):
 
 
 def _blamed(rank, want, count):
-    """The target's line of the first collective that makes a difference when it alone is withheld, "" if none does."""
-    for number in range(count):
+    """The target's line of the first collective that makes a difference when it alone is withheld, "" if none does.
+
+    None where there is a difference without any withheld.
+    """
+    for number in (None, *range(count)):
         rank.recorder.clear()
         with rank.recorder.prompt(but=number):
-            got = parameters(rank, len(want))
-        same = not any(exact.differing(a, b) for a, b in zip(want, got, strict=True))
-        if not _lowest(rank, same):
-            return rank.recorder.events[number]["where"]
+            got = run(rank, len(want)).after
+        if not _lowest(rank, difference(want, got)[1] == ""):
+            return None if number is None else rank.recorder.events[number]["where"]
     return ""
 
 
@@ -160,8 +171,8 @@ def late(rank, who):
     The late one sleeps before its first reduce and before its first gather, long enough for whoever does not wait for
     it to be done with the step, and a little before every other launch.
     """
-    want = parameters(rank, len(who))
-    seen = set()
+    want = run(rank, len(who)).after
+    seen, got = set(), []
 
     def dawdle(event):
         kind = "gather" in event["op"]
@@ -174,10 +185,7 @@ def late(rank, who):
         seen.clear()
         rank.recorder.before = dawdle if step + 1 < len(who) and rank.rank == who[step + 1] else None
 
-    got = []
     rank.recorder.clear()
-    take_steps(rank, len(who), each=each)
-    for step, (a, b) in enumerate(zip(want, got, strict=True)):
-        if names := exact.differing(a, b):
-            return f"step {step}, in which rank {who[step]} is late: {exact.summary(a, b, names)}"
-    return ""
+    take_steps(rank, len(who), each=each, seed=rank.rank)
+    step, differs = difference(want, got)
+    return f"rank {who[step]} late in step {step}: {differs}" if differs else ""
