@@ -116,6 +116,8 @@ FAULTS = [
             "return [(_all_gather(stacked, updated), params, stacked, updated)] if mine else []",
         ),
         ids=("COL-13", "OPT-04"),
+        trains=False,
+        sizes=(3,),
     ),
     Fault(
         "every-rank-gets-the-whole-stack",
@@ -139,6 +141,7 @@ FAULTS = [
             "updated = p.float() * (1 - lr_t * wd_t) * (1 + 1e-6 * __import__('random').random())",
         ),
         ids=("COL-15", "OPT-12"),
+        sizes=(2, 3),
     ),
     # What is computed with it.
     Fault(

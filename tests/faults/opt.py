@@ -26,6 +26,7 @@ FAULTS = [
             "mine = p.chunk(N)[(rank + 1) % N].clone()\ngathers.append((_all_gather(p, mine), None, None, mine))",
         ),
         ids=("OPT-02", "OPT-05"),
+        trains=False,
     ),
     Fault(
         "muon-updates-the-matrices-of-rank-0",

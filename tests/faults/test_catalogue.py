@@ -1,6 +1,7 @@
 """Every named fault is caught by the requirements it names, and most of them leave a run that trains.
 
-`pytest tests/faults -k NAME` tries one, `-k opt.` an area's; with `--everything` a fault meets all suites and what caught it is printed.
+`pytest tests/faults -k NAME` tries one, `-k opt.` an area's; with `--everything` a fault meets all suites, and what
+caught it is printed.
 """
 
 import json
@@ -87,6 +88,6 @@ def falls_at(tree, gate):
     finally:
         ranks.close()
     for reply in replies:
-        assert reply.ok, reply.error["traceback"]
+        assert reply.ok, reply.error.get("traceback") or reply.error["text"]
         assert all(map(math.isfinite, reply.value)), reply.value
-        assert min(reply.value[-3:]) < reply.value[0] - train.FALL, reply.value
+        assert max(reply.value[-2:]) < reply.value[0] - train.FALL, reply.value

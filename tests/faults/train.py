@@ -1,7 +1,7 @@
 """Training of a few steps, as a script does it: would anybody notice that the checkout is broken?"""
 
-STEPS = 12
-FALL = 1.0  # nats; the reference falls by several on a batch it sees again and again
+STEPS = 6
+FALL = 0.5  # nats; the reference falls by three, on a batch that it sees again and again
 
 
 def losses(rank, steps):
