@@ -132,9 +132,9 @@ def test_dtype(ranks):
     of = names[0] if names else ""
     verify(
         not names,
-        f'after compute_init("cpu") a model computes in {plain.get(of, "the same dtype")}, whether or not torch '
-        "reports a GPU",
-        f"in {beside_gpu.get(of)} once torch reports a GPU, in {len(names)} of {len(plain)} modules, {of} first",
+        f'after compute_init("cpu") a model computes in {plain.get(of, "one dtype")}, whether or not torch reports a GPU',
+        f"a CPU run computes in {beside_gpu.get(of)} once torch reports a GPU ({len(names)} of {len(plain)} modules, "
+        f"{of} first)",
         where=ranks.facts.where.get("compute_init", ""),
         hint="decided at import, by torch.cuda.is_available()",
     )
