@@ -132,7 +132,7 @@ def test_dtype(ranks):
     of = names[0] if names else ""
     verify(
         not names,
-        f'after compute_init("cpu") a model computes in {plain.get(of, "one dtype")}, whether or not torch reports a GPU',
+        f'after compute_init("cpu") a model computes in {plain.get(of, "one dtype")}, with a GPU reported or not',
         f"a CPU run computes in {beside_gpu.get(of)} once torch reports a GPU ({len(names)} of {len(plain)} modules, "
         f"{of} first)",
         where=ranks.facts.where.get("compute_init", ""),
