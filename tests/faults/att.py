@@ -61,6 +61,7 @@ FAULTS = [
             "torch.cuda.get_device_capability()[0] != 9",
             "torch.cuda.get_device_capability()[0] > 9",
         ),
+        Edit(ATTENTION, "_resolve_use_fa3", "t.is_cuda and t.dtype == torch.bfloat16", "t.is_cuda"),
         ids=("ATT-06",),
     ),
     Fault(

@@ -149,12 +149,14 @@ FAULTS = [
         "Gradients of large parameters are summed over ranks instead of averaged.",
         Edit(OPTIM, "_reduce_scatter", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
         ids=("OPT-02", "OPT-05"),
+        sizes=(3,),  # AdamW and Muon undo a factor of 2 or 4 bit for bit
     ),
     Fault(
         "all-reduce-sums",
         "Gradients of small parameters are summed over ranks instead of averaged.",
         Edit(OPTIM, "_start_adamw", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
         ids=("OPT-02", "OPT-05"),
+        sizes=(3,),  # AdamW and Muon undo a factor of 2 or 4 bit for bit
     ),
     Fault(
         "reduce-scatter-takes-the-largest",
@@ -173,6 +175,7 @@ FAULTS = [
             "return _handle(call(output, input, op=dist.ReduceOp.SUM, async_op=True))",
         ),
         ids=("OPT-02", "OPT-05"),
+        sizes=(3,),  # AdamW and Muon undo a factor of 2 or 4 bit for bit
     ),
     Fault(
         "small-parameters-not-averaged",

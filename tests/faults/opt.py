@@ -91,7 +91,7 @@ FAULTS = [
         "A dim 0 that does not divide by the ranks ends in an error of torch's, with collectives in flight.",
         Edit(OPTIM, "MuonAdamW._check", "sharded and p.size(0) % N", "False"),
         ids=("OPT-07", "OPT-08"),
-        sizes=(3,),
+        sizes=(2, 3),
     ),
     Fault(
         "vocabulary-not-padded",

@@ -133,6 +133,7 @@ FAULTS = [
         "smear_lambda is whatever memory held before, mostly zero, sometimes not.",
         Edit(GPT, "GPT.init_weights", "self.smear_lambda.fill_(0.0)", "pass"),
         ids=("PG-11",),
+        trains=False,  # or not, by what memory held
     ),
     Fault(
         "last-lambda-not-initialised",
