@@ -145,7 +145,7 @@ def test_bytes(ranks, size, backend):
                 f"at most {float(bound):,.0f} bytes sent per rank and step: 2*S*(N-1)/N with N={size} and S="
                 f"{float(bound * size / (2 * size - 2)):,.0f} the bytes of all parameters, padded to be dealt",
                 f"rank {rank}, step {step}: {float(sent):,.0f} bytes, {float(sent / bound):.2f} times as many",
-                where=max(events, key=lambda event: sends(event, size))["where"],
+                where=max(events, key=lambda event: sends(event, size), default={"where": ""})["where"],
             )
 
 
