@@ -40,6 +40,7 @@ class Target:
         self.root: str = spec["root"]
         self.prefix = os.path.join(self.root, "")
         self.package: str = spec["package"]
+        self._own_groups: list[dict[str, Any]] | None = None
 
     # -- modules -------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ class Target:
         combined = self._optimizer_class("DistMuonAdamW") or self._optimizer_class("MuonAdamW")
         with _quiet():
             if combined is not None:
-                return [combined([dict(group) for group in groups])]
+                return [combined([{**self._own_options(group["kind"]), **group} for group in groups])]
             made = []
             for kind, names in (("adamw", ("DistAdamW", "AdamW")), ("muon", ("DistMuon", "Muon"))):
                 of_kind = [group for group in groups if group["kind"] == kind]
@@ -200,6 +201,17 @@ class Target:
                 else:  # takes parameters and makes groups of its own
                     made += [factory(p, **o) for p, o in zip(params, options, strict=True)]
             return made
+
+    def _own_options(self, kind: str) -> dict[str, Any]:
+        """Plain options that the target's own setup gives groups of a kind; its step may read more than we know of."""
+        if self._own_groups is None:
+            self._own_groups = []
+            with torch.device("meta"), contextlib.suppress(Exception):
+                model = self.module("gpt").GPT(self.config(n_layer=2))
+                self._own_groups = [group for made in self.optimizers(model) for group in made.param_groups]
+        own = next((group for group in self._own_groups if group.get("kind") == kind), {})
+        plain = (bool, int, float, str, tuple, type(None))
+        return {k: v for k, v in own.items() if isinstance(v, plain) and not k.startswith("initial_")}
 
     # -- attention -------------------------------------------------------------------------------------------------
 
