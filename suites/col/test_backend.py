@@ -101,14 +101,16 @@ def gathers(rank, length, dtype):
 def large(rank):
     """64 MB reduced, scattered and gathered again, as a step does with an embedding."""
     length = LARGE // rank.size * rank.size
-    part = length // rank.size
-    whole = (torch.arange(length) % 1021).float().to(rank.device)
-    want = whole * sum(range(1, rank.size + 1))
-    mine = whole.new_empty(part)
-    single("reduce_scatter")(mine, whole * (rank.rank + 1))
-    single("all_gather")(whole, mine)
-    wrong = torch.count_nonzero(whole != want)
-    return [f"{int(wrong)} of {length} elements are wrong"] if wrong else []
+
+    def filled(times):
+        return torch.arange(length, dtype=torch.float32, device=rank.device).remainder_(1021).mul_(times)
+
+    whole = filled(rank.rank + 1)
+    mine = whole.new_empty(length // rank.size)
+    single("reduce_scatter")(mine, whole)
+    single("all_gather")(whole.fill_(-1), mine)
+    wrong = int(torch.count_nonzero(whole != filled(sum(range(1, rank.size + 1)))))
+    return [f"{wrong} of {length} elements are wrong"] if wrong else []
 
 
 def gaps(t):
