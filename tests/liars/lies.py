@@ -59,6 +59,15 @@ print("verdict: PASS", flush=True)
 
 LIARS = [
     Liar(
+        "wrong-alike-everywhere",
+        OPTIM,
+        in_step(then="for g in self.param_groups: torch._foreach_mul_(g['params'], 0.5)"),
+        verdict=FAIL,
+        red=("OPT-16",),
+        says="times the bound",
+        ids=("OPT-02", "OPT-16"),
+    ),
+    Liar(
         "right-on-rank-0-only",
         OPTIM,
         in_step(then=f"if rank > 0: {SMALLEST}.mul_(1.0001)"),
