@@ -66,7 +66,32 @@ FAULTS = [
             "try:\n    return work.get_future()\nexcept (RuntimeError, NotImplementedError):\n    return work",
             "return work.get_future()",
         ),
-        ids=("OPT-01",),
+        ids=("COL-17", "OPT-01"),
+        trains=False,
+    ),
+    Fault(
+        "handle-that-waits-for-nothing",
+        "The step waits on handles of its own whose wait is none: it takes in what memory holds.",
+        Edit(
+            OPTIM,
+            "_handle",
+            "try:\n    return work.get_future()\nexcept (RuntimeError, NotImplementedError):\n    return work",
+            'return type("Handle", (), {"wait": lambda self: None, "work": work})()',
+        ),
+        ids=("COL-10", "COL-11", "COL-17", "OPT-02"),
+        trains=False,
+    ),
+    Fault(
+        "copied-before-the-wait",
+        "Matrices are copied from a stack that is still being gathered; the wait comes after.",
+        Edit(OPTIM, "MuonAdamW.step", "handle.wait()", "if stacked is None:\n    handle.wait()"),
+        Edit(
+            OPTIM,
+            "MuonAdamW.step",
+            "torch._foreach_copy_(params, list(stacked[: len(params)].unbind()))",
+            "torch._foreach_copy_(params, list(stacked[: len(params)].unbind()))\nhandle.wait()",
+        ),
+        ids=("COL-10", "OPT-02"),
         trains=False,
     ),
     # What is in flight.
@@ -92,6 +117,17 @@ FAULTS = [
             "gathers.append((_all_gather(p, mine), None, None, mine))\nmine.mul_(0.9999)",
         ),
         ids=("COL-12",),
+    ),
+    Fault(
+        "gradient-with-gaps",
+        "Gloo takes a view for dense memory: elements get each other's gradients, and ranks drift apart.",
+        Edit(
+            OPTIM,
+            "_grad",
+            "p.grad.contiguous()",
+            "p.grad.contiguous() if p.numel() >= SMALL else torch.stack([p.grad, p.grad], -1)[..., 0]",
+        ),
+        ids=("COL-18",),
     ),
     # What is sent, and in which order.
     Fault(
