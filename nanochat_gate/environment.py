@@ -26,6 +26,9 @@ _KEEP = (
     "TRITON_CACHE_DIR",
     "SYSTEMROOT",
 )
+# torch asks the name server for the name of 127.0.0.1 at every rendezvous; one that does not answer costs 5 s each time.
+# Ranks meet on the loopback and need none: /etc/hosts is still read.
+NO_NAME_SERVER = "attempts:0"
 _SET = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -36,6 +39,7 @@ _SET = {
     "PYTHONDONTWRITEBYTECODE": "1",
     # Gloo otherwise looks up the machine's own name, which many CI containers cannot resolve.
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "RES_OPTIONS": NO_NAME_SERVER,
 }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from nanochat_gate import observe, wire
+from nanochat_gate import environment, observe, wire
 from nanochat_gate.requirement import Blocked
 from nanochat_gate.server import ROOT, THREADS
 
@@ -34,6 +34,7 @@ LIMIT = 150.0  # s for one call, whatever it does; below pytest-timeout's 300 s
 INITS = 4  # process groups that a rank function may make, one after another, in a world without one
 START = 120.0  # s for the fork server to import torch on a busy machine
 GRACE = 2.0  # s that the other ranks get once one has failed
+os.environ.setdefault("RES_OPTIONS", environment.NO_NAME_SERVER)  # stores are made in this process too
 _serial = itertools.count()
 
 
