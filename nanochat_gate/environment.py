@@ -26,8 +26,8 @@ _KEEP = (
     "TRITON_CACHE_DIR",
     "SYSTEMROOT",
 )
-# torch asks the name server for the name of 127.0.0.1 at every rendezvous; one that does not answer costs 5 s each time.
-# Ranks meet on the loopback and need none: /etc/hosts is still read.
+# torch asks the name server for the name of 127.0.0.1 at every rendezvous; one that does not answer costs 5 s
+# each time. Ranks meet on the loopback and need none: /etc/hosts is still read.
 NO_NAME_SERVER = "attempts:0"
 _SET = {
     "HF_HUB_OFFLINE": "1",
