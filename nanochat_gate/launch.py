@@ -70,7 +70,8 @@ def torchrun(
     if group is not None:
         argv += ["--group", group]
     base = str(folder / "base")
-    full = gate.env | gate.target.environment | {"HOME": str(folder), "NANOCHAT_BASE_DIR": base} | (env or {})
+    full = gate.env | gate.target.environment | {"HOME": str(folder), "TMPDIR": str(folder), "NANOCHAT_BASE_DIR": base}
+    full |= env or {}
     status, output = command(gate, argv, folder, full, limit)
     files = [folder / f"rank{rank}.pt" for rank in range(size)]
     missing = [str(rank) for rank, file in enumerate(files) if not file.exists()]
