@@ -89,9 +89,9 @@ class CausalSelfAttention(nn.Module):
         if kv_cache is None:
             y = flash_attn.flash_attn_func(q_BTHD, k_BTHD, v_BTHD, causal=True, window_size=window_size)
         else:
-            k_cache, v_cache = kv_cache.get_layer_cache(self.layer_idx)
+            held = kv_cache.get_layer_cache(self.layer_idx)
             y = flash_attn.flash_attn_with_kvcache(
-                q_BTHD, k_cache, v_cache, k=k_BTHD, v=v_BTHD, cache_seqlens=kv_cache.cache_seqlens,
+                q_BTHD, *held, k=k_BTHD, v=v_BTHD, cache_seqlens=kv_cache.cache_seqlens,
                 causal=True, window_size=window_size,
             )  # fmt: skip
             if self.layer_idx == kv_cache.n_layers - 1:  # every layer writes at the same position
@@ -116,7 +116,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, ve, cos_sin, window_size, kv_cache):
-        x = x + self.attn(norm(x), ve, cos_sin, window_size, kv_cache)
+        x = self.attn(norm(x), ve, cos_sin, window_size, kv_cache) + x
         return x + self.mlp(norm(x))
 
 
@@ -297,7 +297,7 @@ class GPT(nn.Module):
                 x = torch.cat([before, x], dim=1)
                 return self._smear(x, None)[:, 1:]
         # The first token of a text has none before it.
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[:, 1:, :24]))
+        gate = torch.sigmoid(self.smear_gate(x[:, 1:, :24])) * self.smear_lambda.to(x.dtype)
         return torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], dim=1)
 
     def forward(self, idx, targets=None, kv_cache=None, loss_reduction="mean"):
@@ -325,9 +325,9 @@ class GPT(nn.Module):
         x = self._smear(x, kv_cache)
         x0, middle = x, None
         for i, block in enumerate(self.transformer.h):
-            x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
-            ve = self.value_embeds[str(i)](idx).to(x.dtype) if str(i) in self.value_embeds else None
-            x = block(x, ve, cos_sin, self.window_sizes[i], kv_cache)
+            x = self.x0_lambdas[i] * x0 + self.resid_lambdas[i] * x
+            values = self.value_embeds[str(i)](idx).to(x.dtype) if has_ve(i, self.config.n_layer) else None
+            x = block(x, values, cos_sin, self.window_sizes[i], kv_cache)
             if i == self.config.n_layer // 2:
                 middle = x
         x = norm(x - self.backout_lambda.to(x.dtype) * middle)

@@ -89,7 +89,7 @@ def _muon_step(grads, params, momentum_buffer, second_buffer, momentum_t, lr_t, 
     row_norms = X.float().norm(dim=-1, keepdim=True)
     mean_norm = X.float().norm(dim=(-2, -1), keepdim=True) / m**0.5
     X = X * (mean_norm / row_norms.clamp_min(1e-6)).to(X.dtype)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
+    X = X / (1e-6 + 1.01 * X.norm(dim=(-2, -1), keepdim=True))
     for a, b, c in polar_express_coeffs[:ns_steps]:
         if m > n:
             A = X.mT @ X
