@@ -74,16 +74,16 @@ def test_mps(ranks, size):
 
 
 @contextlib.contextmanager
-def gpu_presented():
-    """torch reports one recent GPU; there is none, so nothing may run on it."""
+def gpu_presented(name, major):
+    """torch reports one GPU of that compute capability; there is none, so nothing may run on it."""
     answers = {
         "is_available": True,
         "device_count": 1,
         "current_device": 0,
-        "get_device_capability": (9, 0),
-        "get_device_name": "NVIDIA H100",
-        "get_device_properties": SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30),
-        "is_bf16_supported": True,
+        "get_device_capability": (major, 0),
+        "get_device_name": name,
+        "get_device_properties": SimpleNamespace(name=name, major=major, minor=0, total_memory=80 << 30),
+        "is_bf16_supported": major >= 8,
     }
     kept = {name: getattr(torch.cuda, name) for name in answers}
     for name, answer in answers.items():
@@ -95,10 +95,10 @@ def gpu_presented():
             setattr(torch.cuda, name, function)
 
 
-def cpu_run(rank, presented):
-    """Dtypes of what a model computes on CPU, by module. presented: a GPU was reported as `common` was imported."""
+def cpu_run(rank, *presented):
+    """Dtypes of what a model computes on CPU, by module. presented: the GPU reported as `common` was imported."""
     assert not rank.target.modules()
-    with gpu_presented() if presented else contextlib.nullcontext():
+    with gpu_presented(*presented) if presented else contextlib.nullcontext():
         rank.target.module("common")
     if not rank.target.init_takes_device:
         raise Unsupported("compute_init takes no device")
@@ -126,15 +126,17 @@ def cpu_run(rank, presented):
 @requirement("PG-15", "The compute dtype follows the device in use", level="should")
 def test_dtype(ranks):
     """A CPU run on a machine with a GPU computes in bfloat16, many times slower on most CPUs and less exact."""
-    plain = ranks(cpu_run, False, size=1, group=None, torchrun=False, fresh=True)[0]
-    beside_gpu = ranks(cpu_run, True, size=1, group=None, torchrun=False, fresh=True)[0]
-    names = [name for name, dtype in plain.items() if beside_gpu.get(name) != dtype]
-    of = names[0] if names else ""
-    verify(
-        not names,
-        f'after compute_init("cpu") a model computes in {plain.get(of, "one dtype")}, with a GPU reported or not',
-        f"a CPU run computes in {beside_gpu.get(of)} once torch reports a GPU ({len(names)} of {len(plain)} modules, "
-        f"{of} first)",
-        where=ranks.facts.where.get("compute_init", ""),
-        hint="decided at import, by torch.cuda.is_available()",
-    )
+    # CPUs differ: some compute in bfloat16 by themselves, so only one of the two GPUs can show a difference.
+    plain = ranks(cpu_run, size=1, group=None, torchrun=False, fresh=True)[0]
+    for gpu in (("NVIDIA H100", 9), ("Tesla V100", 7)):
+        beside_gpu = ranks(cpu_run, *gpu, size=1, group=None, torchrun=False, fresh=True)[0]
+        names = [name for name, dtype in plain.items() if beside_gpu.get(name) != dtype]
+        of = names[0] if names else ""
+        verify(
+            not names,
+            f'after compute_init("cpu") a model computes in {plain.get(of, "one dtype")}, with a GPU reported or not',
+            f"a CPU run computes in {beside_gpu.get(of)} once torch reports a {gpu[0]} ({len(names)} of {len(plain)} "
+            f"modules, {of} first)",
+            where=ranks.facts.where.get("compute_init", ""),
+            hint="decided at import, by torch.cuda.is_available()",
+        )
