@@ -145,6 +145,24 @@ def compute_init(device_type="cuda"):
     return ddp, rank, local_rank, world_size, device
 
 
+def require_same_on_all_ranks(facts):
+    """Raise RuntimeError on every rank where `facts` (a dict of name to a JSON value) differ between ranks.
+
+    Ranks that read other data or another tokenizer train apart without a word; on many machines each has its own copy.
+    """
+    if not is_ddp_initialized():
+        return
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for name, value in everyone[0].items():
+        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != value]
+        if others:
+            raise RuntimeError(
+                f"The {name} of rank {others[0]}, {everyone[others[0]].get(name)}, differ from rank 0's, {value}: "
+                "give every rank the same."
+            )
+
+
 def compute_cleanup():
     """Destroy the process group, if there is one. compute_init() may follow."""
     if is_ddp_initialized():
@@ -166,15 +184,14 @@ def download_file_with_lock(url, filename, postprocess_fn=None):
     """Fetch `url` to `<base dir>/<filename>` unless it is there, and return that path.
 
     Many processes may ask at once: one downloads, the others wait on a file lock. `postprocess_fn(path)` runs once,
-    after the download and under the lock. A download cut short leaves no file under the final name.
+    after the download and under the lock, so nobody sees the file before it is done; where it fails, the file goes. A
+    download cut short leaves no file under the final name.
     """
     from filelock import FileLock
 
     path = os.path.join(get_base_dir(), filename)
-    if os.path.exists(path):
-        return path
     with FileLock(path + ".lock"):
-        if os.path.exists(path):  # another process was faster
+        if os.path.exists(path):
             return path
         partial = path + ".partial"
         with urllib.request.urlopen(url) as response, open(partial, "wb") as out:
@@ -182,7 +199,11 @@ def download_file_with_lock(url, filename, postprocess_fn=None):
                 out.write(block)
         os.replace(partial, path)
         if postprocess_fn is not None:
-            postprocess_fn(path)
+            try:
+                postprocess_fn(path)
+            except BaseException:
+                os.remove(path)
+                raise
     return path
 
 

@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat import common
+from nanochat.engine import sample_next
 from nanochat.flash_attention import flash_attn
 from nanochat.optim import MuonAdamW
 
@@ -347,16 +348,9 @@ class GPT(nn.Module):
         """
         assert isinstance(tokens, list), "tokens must be a list of token ids"
         device = self.get_device()
-        rng = torch.Generator(device=device).manual_seed(seed) if temperature > 0 else None
+        generator = torch.Generator(device=device).manual_seed(seed)
         idx = torch.tensor([tokens], dtype=torch.long, device=device)
         for _ in range(max_tokens):
-            logits = self(idx)[:, -1]
-            if top_k is not None and top_k > 0:
-                kth = torch.topk(logits, min(top_k, logits.size(-1))).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, float("-inf"))
-            if temperature > 0:
-                token = torch.multinomial(F.softmax(logits / temperature, dim=-1), num_samples=1, generator=rng)
-            else:
-                token = logits.argmax(dim=-1, keepdim=True)
-            idx = torch.cat([idx, token], dim=1)
+            token = sample_next(self(idx)[:, -1], generator, temperature, top_k)
+            idx = torch.cat([idx, token[:, None]], dim=1)
             yield int(token)
