@@ -326,10 +326,8 @@ def train(args, run, rank, world_size, device):
         name = signal.Signals(stopped).name
         print0(f"Stopped by {name} after step {run.step}; go on with --resume-from-step={run.step}.", flush=True)
     else:
-        minutes = f"{run.seconds / 60:.2f} minutes"
-        print0(
-            f"Done: {run.step - first_step:,} steps, {minutes}, lowest validation bpb {run.min_bpb:.6f}.", flush=True
-        )
+        evaluated = f", lowest validation bpb {run.min_bpb:.6f}" if math.isfinite(run.min_bpb) else ""
+        print0(f"Done: {run.step - first_step:,} steps, {run.seconds / 60:.2f} minutes{evaluated}.", flush=True)
     run.wandb.finish()
     return stopped
 
