@@ -62,6 +62,11 @@ def preload() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
+    with contextlib.suppress(ImportError):
+        import pyarrow.parquet  # noqa: F401
+        import rustbpe  # noqa: F401
+        import tiktoken  # noqa: F401
+
     isolate()
 
 
