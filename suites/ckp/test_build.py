@@ -73,7 +73,9 @@ def verify_built(ranks, how, name):
     said = ranks(built, folder(ranks, how), how, claimed, size=1, group=None, torchrun=False, env=FLOAT32, fresh=True)
     want, got = said[0]["want"], said[0]["got"]
     apart = (want - got).abs().max().item()
-    verify(torch.equal(want, got), f"build_model gives the model {name}", f"its logits differ by up to {apart:.3g}")
+    # A target may go on computing in the checkpoint's bf16, a few roundings of 2^-8; other weights are other logits.
+    right = torch.equal(want, got) or (how == "bf16" and apart <= 2**-4 * want.abs().max().item())
+    verify(right, f"build_model gives the model {name}", f"its logits differ by up to {apart:.3g}")
     verify(not said[0]["training"], 'phase "eval" gives a model in eval mode', "it is in training mode")
 
 

@@ -2,6 +2,7 @@
 
 CKP-05  the last step is the highest number
 CKP-06  other files in the folder are left alone (should)
+CKP-12  so it is when the steps have seven digits (should)
 CKP-10  a run killed while it saves leaves nothing that is found and does not load (should)
 """
 
@@ -11,8 +12,8 @@ from nanochat_gate import requirement, verify
 from suites.ckp.saved import killed, last_step
 from suites.ckp.test_resume import folder
 
-# Past a million the names have seven digits, and no longer sort by text.
-STEPS = [9, 1000000, 10, 999999]
+STEPS = [9, 1000, 10, 999]
+MANY = [999999, 1000000, 9]  # names of seven digits no longer sort by text after those of six
 STRAYS = ["model_best.pt", "model_000123.pt.bak", "notes.txt", "model_.pt", "meta_best.json"]
 
 
@@ -25,6 +26,13 @@ def test_order(ranks):
     """A run that resumes from a step before the last trains it again and overwrites what came after."""
     found = alone(ranks, last_step, folder(ranks, "order"), STEPS, [])
     verify(found == max(STEPS), f"of steps {STEPS} find_last_step says {max(STEPS)}", f"it says {found}")
+
+
+@requirement("CKP-12", "The last step is the highest number past a million too", level="should")
+def test_many(ranks):
+    """A run of very small steps that resumes goes back to 999999 for ever."""
+    found = alone(ranks, last_step, folder(ranks, "many"), MANY, [])
+    verify(found == max(MANY), f"of steps {MANY} find_last_step says {max(MANY)}", f"it says {found}")
 
 
 @requirement("CKP-06", "Files that are no checkpoint do not matter", level="should")

@@ -38,7 +38,7 @@ def test_resume(ranks, size):
         )
 
 
-@requirement("CKP-04", "Ranks that save at once into a folder that is not there yet all save", sizes=(3,))
+@requirement("CKP-04", "Ranks that save at once into a folder that is not there yet all save", sizes=(2,))
 def test_race(ranks, size):
     """The first checkpoint of a run, hours in, ends it because two ranks made the same folder, or none did."""
     for rank, tensor in enumerate(ranks(race, folder(ranks, "race"), size=size, fresh=True)):

@@ -11,9 +11,17 @@ import pytest
 
 from nanochat_gate import environment, verdict, world
 from nanochat_gate import target as targets
-from tests.faults import att, col, edit, gating, opt, pg, train
+from tests.faults import att, ckp, col, dat, edit, evl, gating, opt, pg, train
 
-CATALOGUES = {"pg": pg.FAULTS, "col": col.FAULTS, "att": att.FAULTS, "opt": opt.FAULTS}
+CATALOGUES = {
+    "pg": pg.FAULTS,
+    "col": col.FAULTS,
+    "att": att.FAULTS,
+    "opt": opt.FAULTS,
+    "dat": dat.FAULTS,
+    "evl": evl.FAULTS,
+    "ckp": ckp.FAULTS,
+}
 AREA = {fault: area for area, faults in CATALOGUES.items() for fault in faults}
 FAULTS = list(AREA)
 SILENT = [fault for fault in FAULTS if fault.trains]
