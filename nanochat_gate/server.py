@@ -16,6 +16,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import importlib
 import os
 import selectors
 import signal
@@ -62,10 +63,9 @@ def preload() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    with contextlib.suppress(ImportError):
-        import pyarrow.parquet  # noqa: F401
-        import rustbpe  # noqa: F401
-        import tiktoken  # noqa: F401
+    for name in ("pyarrow.parquet", "rustbpe", "tiktoken"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
     isolate()
 

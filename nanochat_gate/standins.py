@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -48,10 +49,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_without(full: str, own: str) -> ModuleType:
-    """Import the target's module `full`, standing in for packages that are missing; `own` is its top-level name.
+    """Import the target's module `full`, standing in for packages that are missing; `own` is its top-level name."""
+    module: ModuleType = call_without(lambda: importlib.import_module(full), own)
+    return module
 
-    Neither the stand-ins nor what was imported with their help stays in sys.modules. Raises what the import raises
-    when something other than a missing package is wrong.
+
+def call_without(call: Callable[[], Any], *own: str) -> Any:
+    """`call()`, again and again with stand-ins for the packages it fails to import; `own` are the target's names.
+
+    Neither the stand-ins nor what was imported with their help stays in sys.modules. Raises what the call raises when
+    something other than a missing package is wrong.
     """
     finder = _Finder()
     before = set(sys.modules)
@@ -59,21 +66,21 @@ def import_without(full: str, own: str) -> ModuleType:
     try:
         for _ in range(ATTEMPTS):
             try:
-                return importlib.import_module(full)
+                return call()
             except ModuleNotFoundError as error:
                 top = (error.name or "").split(".")[0]
-                if not top or top == own or top in finder.names:
+                if not top or top in own or top in finder.names:
                     raise
                 finder.names.add(top)
                 _forget(before, own, finder)
-        raise ImportError(f"{full} needs more than {ATTEMPTS} packages that are not installed")
+        raise ImportError(f"more than {ATTEMPTS} packages that are needed are not installed")
     finally:
         sys.meta_path.remove(finder)
         if finder.names:
             _forget(before, own, finder)
 
 
-def _forget(before: set[str], own: str, finder: _Finder) -> None:
+def _forget(before: set[str], own: tuple[str, ...], finder: _Finder) -> None:
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in finder.names | {own}:
+        if name.split(".")[0] in finder.names | set(own):
             del sys.modules[name]

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat_gate import environment, verdict, world
 from nanochat_gate import target as targets
-from tests.faults import att, ckp, col, dat, edit, evl, gating, opt, pg, train
+from tests.faults import att, ckp, col, dat, edit, evl, gating, opt, pg, train, whole
 
 CATALOGUES = {
     "pg": pg.FAULTS,
@@ -21,6 +21,7 @@ CATALOGUES = {
     "dat": dat.FAULTS,
     "evl": evl.FAULTS,
     "ckp": ckp.FAULTS,
+    "whole": whole.FAULTS,
 }
 AREA = {fault: area for area, faults in CATALOGUES.items() for fault in faults}
 FAULTS = list(AREA)
