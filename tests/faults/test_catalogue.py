@@ -11,13 +11,14 @@ import pytest
 
 from nanochat_gate import environment, verdict, world
 from nanochat_gate import target as targets
-from tests.faults import att, ckp, col, dat, edit, evl, gating, opt, pg, train, whole
+from tests.faults import att, ckp, col, dat, edit, evl, gating, lch, opt, pg, train, whole
 
 CATALOGUES = {
     "pg": pg.FAULTS,
     "col": col.FAULTS,
     "att": att.FAULTS,
     "opt": opt.FAULTS,
+    "lch": lch.FAULTS,
     "dat": dat.FAULTS,
     "evl": evl.FAULTS,
     "ckp": ckp.FAULTS,

@@ -1,0 +1,171 @@
+"""Whole runs in a driver of our own: 24 rows of tokens a step, dealt over ranks and micro-batches.
+
+In ranks: `train` trains the target's own model with its own optimizers; `skip` meets an inf under a GradScaler.
+In pytest: `course` is one run, `reorderings` are the runs of one process that differ from it in rounding alone.
+"""
+
+import torch
+import torch.distributed as dist
+
+from nanochat_gate import Unsupported, exact
+from suites.opt.judging import expecting
+from suites.steps import FLOAT32, require_observed
+
+CONFIG = {"n_layer": 2}
+STEPS = 20
+ROWS = 2 * exact.MICRO_BATCHES  # of a step, over all ranks
+LENGTH = 32
+NOISE = 0.02
+# Into how many parts, each averaged as a rank would, the reorderings of one process divide their micro-batches. A loss
+# divided by 12, 6 and 3 has the same bits but for the exponent and one divided by 4 has not, so 3 comes more often.
+PARTS = (3, 1, 3, 2, 3, 4, 3, 1)
+# Of a step of 4 micro-batches: divided by 4, 2 and 1, which is exact.
+FEW_PARTS = (1, 2, 4, 1, 2, 4, 1, 2)
+
+
+def rows(step, vocabulary):
+    """The step's rows (ROWS, LENGTH + 1): each token has one successor, which nine times in ten is what follows it."""
+    generator = torch.Generator().manual_seed(7)
+    successor = torch.randperm(vocabulary, generator=generator)
+    generator.manual_seed(1000 + step)
+    tokens = [torch.randint(vocabulary, (ROWS,), generator=generator)]
+    for _ in range(LENGTH):
+        strays = torch.rand(ROWS, generator=generator) < 0.1
+        other = torch.randint(vocabulary, (ROWS,), generator=generator)
+        tokens.append(torch.where(strays, other, successor[tokens[-1]]))
+    return torch.stack(tokens, dim=1)
+
+
+def make(rank):
+    """The target's own model and optimizers, with every parameter moved a little off where it starts.
+
+    There half the gradients are zero, and some are nothing but rounding, which AdamW's first steps blow up to its rate.
+    Without weight decay for matrices: one that asks for signs jumps where an update is next to nothing.
+    """
+    torch.manual_seed(42)
+    model = rank.target.model(rank.device, **CONFIG)
+    optimizers = rank.target.optimizers(model, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=NOISE)
+    return model, optimizers
+
+
+def loss_of(rank, model, tokens):
+    """The loss on rows of T + 1 tokens; loaders hand out contiguous batches, and models count on it."""
+    return rank.target.loss(model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def set_rates(optimizers, step):
+    """The rates of the target, falling linearly over the second half of the run."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group.setdefault("initial_lr", group["lr"])
+        group["lr"] = group["initial_lr"] * min(1.0, 2 * (STEPS - step) / STEPS)
+
+
+def train(rank, plan):
+    """A run of STEPS steps on this rank's share of every step's rows.
+
+    plan: micro_batches: how many a step has over all ranks, dealt round-robin; order: a seed that shuffles them; rows:
+    a seed that shuffles the rows before; parts: divide this process's share as if among so many ranks.
+    Returns the losses (STEPS, micro_batches) in fp64, zero where another rank had the micro-batch; of the first step
+    this rank's gradients and the parameters before and after; digests of the parameters at the end.
+    """
+    count, parts = plan.get("micro_batches", exact.MICRO_BATCHES), plan.get("parts", 1)
+    model, optimizers = make(rank)
+    named = dict(model.named_parameters())
+    out = {"before": copies(named)}
+    losses = torch.zeros(STEPS, count, dtype=torch.float64)
+    for step in range(STEPS):
+        tokens, order = rows(step, rank.target.config().vocab_size), list(range(count))
+        if "rows" in plan:
+            tokens = tokens[torch.randperm(ROWS, generator=torch.Generator().manual_seed(100 * plan["rows"] + step))]
+        if "order" in plan:
+            shuffle = torch.Generator().manual_seed(100 * plan["order"] + step)
+            order = torch.randperm(count, generator=shuffle).tolist()
+        batches = tokens.to(rank.device).chunk(count)
+        mine = order[rank.rank :: rank.size]
+        sums = []
+        for part in range(parts):
+            share = mine[part::parts]
+            for number in share:
+                loss = loss_of(rank, model, batches[number])
+                (loss / len(share)).backward()
+                losses[step, number] = loss.item()
+            sums.append([parameter.grad for parameter in named.values()])
+            model.zero_grad(set_to_none=True)
+        for parameter, of_parts in zip(named.values(), zip(*sums, strict=True), strict=True):
+            grads = [grad for grad in of_parts if grad is not None]
+            parameter.grad = sum(grads[1:], grads[0]).div_(parts) if grads else None
+        if step == 0:
+            out["gradients"] = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+        set_rates(optimizers, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        if step == 0:
+            out["after"] = copies(named)
+    require_observed(rank)
+    return out | {"losses": losses, "bits": {name: exact.bits(p) for name, p in named.items()}}
+
+
+def copies(named):
+    return {name: parameter.detach().float().cpu().clone() for name, parameter in named.items()}
+
+
+def skip(rank):
+    """Two steps under a GradScaler; in the first, rank 1's gradients overflow. Bits before and after each; the scale.
+
+    All ranks share what each found as the training script makes them; the second step must then work again.
+    """
+    if getattr(rank.target.module("common"), "COMPUTE_DTYPE", None) is not torch.float16:
+        raise Unsupported("the target cannot be told to compute in float16, the one dtype that is scaled")
+    model, optimizers = make(rank)
+    scaler = torch.amp.GradScaler(rank.device.type, init_scale=1024.0)
+    bits = [{name: exact.bits(p) for name, p in model.named_parameters()}]
+    scales = []
+    for step in range(2):
+        batch = rows(step, rank.target.config().vocab_size).to(rank.device)[rank.rank :: rank.size]
+        scaler.scale(loss_of(rank, model, batch)).backward()
+        for parameter in model.parameters():
+            if step == 0 and rank.rank == 1 and parameter.grad is not None:
+                parameter.grad.fill_(float("inf"))
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+            for found in scaler._found_inf_per_device(optimizer).values():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad(set_to_none=True)
+        bits.append({name: exact.bits(p) for name, p in model.named_parameters()})
+        scales.append(scaler.get_scale())
+    return {"bits": bits, "scales": scales}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In pytest.
+
+
+def course(ranks, size, backend, **plan):
+    """What every rank of `size` says of the run `plan`; made once for the whole session."""
+    if size == 1:
+        return [ranks.single(train, plan, backend=backend, env=FLOAT32)]
+
+    def run():
+        with expecting("every rank trains to the end"):
+            return ranks(train, plan, size=size, backend=backend, lane="withheld", env=FLOAT32)
+
+    said = "-".join(f"{key}{value}" for key, value in sorted(plan.items()))
+    return ranks.gate.shared(f"trn-{size}-{backend}-{said}", run)
+
+
+def reorderings(ranks, backend, first, plans):
+    """The single-process runs of `plans`. Tests name different ones to begin with, so as to share the work."""
+    turned = plans[first % len(plans) :] + plans[: first % len(plans)]
+    return [course(ranks, 1, backend, **plan)[0] for plan in turned]
+
+
+def losses(run):
+    """The global loss of every step: the mean over all micro-batches of all ranks, in fp64."""
+    return sum(rank["losses"] for rank in run).mean(dim=1)
