@@ -72,21 +72,6 @@ def hold(marker):
         signal.set_wakeup_fd(former)
 
 
-def spare_dynamo():
-    """Spare a rank the second that torch's optimizers take to import the compiler, only to be kept out of it.
-
-    With the compiler off (the gate's TORCHDYNAMO_DISABLE) these methods come out as they were; a target that compiles
-    imports it all the same.
-    """
-    from torch.optim.optimizer import Optimizer
-
-    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        for method in vars(Optimizer).values():
-            plain = getattr(method, "__wrapped__", None)
-            if plain is not None:
-                plain.__dict__.setdefault("__dynamo_disable", plain)
-
-
 def load(file):
     """A module of the gate by its file: on sys.path it would bring along the reference, which is no target here."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -98,7 +83,6 @@ def load(file):
 def main():
     said = json.loads(os.environ.pop("GATE_SCRIPT"))
     sys.path[0] = said["path"]  # in place of this folder
-    spare_dynamo()
     watch(said, int(os.environ["RANK"]))
     sys.argv = [said["module"], *sys.argv[1:]]
     load(said["standins"]).call_without(
