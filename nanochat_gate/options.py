@@ -61,13 +61,22 @@ def add(parser: pytest.Parser) -> None:
 
 def check(config: pytest.Config) -> dict[str, Any]:
     """The options as values; pytest.UsageError for what cannot be meant."""
-    path = config.getoption("nanochat") or os.environ.get("NANOCHAT_TARGET") or str(config.rootpath)
+    path, named = config.getoption("nanochat"), "--nanochat"
+    if path is None and "NANOCHAT_TARGET" in os.environ:
+        path, named = os.environ["NANOCHAT_TARGET"], "NANOCHAT_TARGET"
+    if path is None:
+        path = str(config.rootpath)
+    if not path.strip():  # an unset variable in a CI script must not gate our reference in place of the fork
+        raise pytest.UsageError(f"{named} is empty; give the path of a nanochat checkout, or leave it out")
     if not Path(path).is_absolute():
         path = str(config.invocation_params.dir / path)
     try:
         found = target.find(path)
         claim = config.getoption("claim")
         claims = None if claim is None else target.check_claims(_split(claim), "--claim")
+        if claims == ():
+            words = ", ".join(target.CLAIMS)
+            raise target.TargetError(f"--claim: no device given; name what the fork claims ({words}), or leave it out")
     except target.TargetError as error:
         raise pytest.UsageError(str(error)) from None
     backends = _split(config.getoption("backends") or "")

@@ -80,6 +80,8 @@ def test_world_sizes_that_are_none(text):
     [
         (["--nanochat", "/nowhere"], "no such folder"),
         (["--world-sizes", "0"], "is no world size"),
+        (["--nanochat", ""], "--nanochat is empty"),
+        (["--claim", ""], "--claim: no device given"),
         (["--backends", "mpi"], "unknown backend mpi"),
         (["--claim", "tpu"], "unknown claim tpu"),
         (["--require", "tpu"], "unknown tpu"),
