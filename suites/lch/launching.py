@@ -65,7 +65,7 @@ def last_error(output):
     errors = [
         line for line in own if re.match(r"(\[rank\d+\]: ?)?([\w.]+(Error|Exception|Interrupt)\b|rank \d+: )", line)
     ]
-    return errors[-2:] or lines[-3:]
+    return list(dict.fromkeys(errors))[-2:] or lines[-3:]
 
 
 def needs_no_network(report):

@@ -9,31 +9,9 @@ import re
 import tempfile
 from pathlib import Path
 
-from nanochat_gate import launch, requirement, script, verify
-from suites.lch.launching import ended, needs_no_network, run
-from suites.lch.launching import plan as planned
-from suites.whole import new_base
-
-STEPS = {"left": 3, "right": 4}
-
-
-def both(ranks, size):
-    """The two runs, with what checkpoints they left."""
-
-    def make():
-        found = script.find(ranks.gate.target)
-        tagged = "model_tag" in found.flags
-        base = new_base(ranks)
-        bases = {tag: base if tagged else new_base(ranks) for tag in STEPS}
-        plans = [planned(ranks, found, size, bases[tag], steps=n, model_tag=tag) for tag, n in STEPS.items()]
-        reports = run(ranks, *plans)
-        for tag, report in zip(STEPS, reports, strict=True):
-            folder = Path(bases[tag]) / "base_checkpoints"
-            report["tagged"] = tagged
-            report["saved"] = sorted(str(file.relative_to(folder)) for file in folder.glob("*/*"))
-        return reports
-
-    return ranks.gate.shared(f"lch-both-{size}", make)
+from nanochat_gate import launch, requirement, verify
+from suites.lch.launching import ended
+from suites.lch.runs import HELD_AT, STEPS, launched, verify_reached
 
 
 @requirement(
@@ -43,27 +21,30 @@ def both(ranks, size):
     sizes=(2,),
 )
 def test_side_by_side(ranks, size):
-    """Runs that meet on a port, a file or a folder end each other, or train and overwrite one another's model."""
-    for (tag, steps), report in zip(STEPS.items(), both(ranks, size), strict=True):
-        needs_no_network(report)
-        here = f"run {tag} of two at once"
-        verify(report["code"] == 0, f"{here} ends with code 0", ended(report), hint="each works alone? then they meet")
+    """Runs that meet on a port, a file or a folder end each other, or train and overwrite one another's model.
+
+    One of the two is cancelled on its way, which must be nothing to the other.
+    """
+    complete, cancelled = (launched(ranks, size, name) for name in ("complete", "SIGTERM"))
+    for report, steps, which in ((complete, STEPS, "first"), (cancelled, HELD_AT, "second")):
+        verify_reached(report, min(steps, HELD_AT), f"step {min(steps, HELD_AT)} in the {which} of two runs at once")
         for rank, note in enumerate(report["notes"]):
-            verify(note is not None, f"rank {rank} of {here} trains", "it made no optimizer step")
-            world = f"rank {rank} of {here} is in a world of {note['world']}"
-            verify(note["world"] == size, f"every rank of {here} is in a world of {size}", world)
             verify(
-                note["steps"] == steps,
-                f"--num-iterations={steps} after `--` reaches the script",
-                f"rank {rank} of {here} made {note['steps']} optimizer steps",
+                note["world"] == size,
+                f"every rank of the {which} of two runs at once is in a world of {size}",
+                f"rank {rank} is in a world of {note['world']}",
             )
-        if report["tagged"]:
-            others = [name for name in STEPS if name != tag]
-            mine = [name for name in report["saved"] if re.fullmatch(rf"{tag}/model_0*{steps}\.pt", name)]
-            saved = f"it left {', '.join(report['saved']) or 'nothing'}"
-            verify(bool(mine), f"{here} saves step {steps} in the folder of --model-tag={tag}", saved)
-            odd = [name for name in report["saved"] if name.split("/")[0] not in (tag, *others)]
-            verify(not odd, f"{here} writes to no other folder of checkpoints", saved)
+    verify(complete["code"] == 0, "a run ends with code 0 beside another that is cancelled", ended(complete))
+    for rank, note in enumerate(complete["notes"]):
+        made = f"rank {rank} made {note['steps']} optimizer steps"
+        verify(note["steps"] == STEPS, f"--num-iterations={STEPS} after `--` reaches the script", made)
+    if complete["checkpoints"]:
+        saved = [str(Path(file).relative_to(Path(complete["checkpoints"]).parent)) for file in complete["saved"]]
+        verify(
+            any(re.fullmatch(rf"complete/model_0*{STEPS}\.pt", name) for name in saved),
+            f"step {STEPS} is saved in the folder of --model-tag=complete",
+            f"the two runs left {', '.join(saved) or 'nothing'}",
+        )
 
 
 @requirement(

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat_gate import environment, verdict, world
 from nanochat_gate import target as targets
-from tests.faults import att, ckp, col, dat, edit, evl, gating, lch, opt, pg, train, whole
+from tests.faults import att, ckp, col, dat, edit, evl, gating, lch, opt, pg, train, trn, whole
 
 CATALOGUES = {
     "pg": pg.FAULTS,
@@ -22,6 +22,7 @@ CATALOGUES = {
     "dat": dat.FAULTS,
     "evl": evl.FAULTS,
     "ckp": ckp.FAULTS,
+    "trn": trn.FAULTS,
     "whole": whole.FAULTS,
 }
 AREA = {fault: area for area, faults in CATALOGUES.items() for fault in faults}
