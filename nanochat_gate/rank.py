@@ -189,7 +189,10 @@ def serve(control: socket.socket, spec: dict[str, Any]) -> int:
             difference, before = changed(before, after), after
             control.sendall(wire.frame({"call": call["call"], "ok": True, "changed": difference}, blob))
         except BaseException as error:
-            control.sendall(wire.frame({"call": call["call"], "ok": False, "error": describe(error, rank.target)}))
+            try:
+                control.sendall(wire.frame({"call": call["call"], "ok": False, "error": describe(error, rank.target)}))
+            except BrokenPipeError:
+                return 1  # nobody listens any more: the world is being killed, and its log is read as it is now
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 return 1
     return 0

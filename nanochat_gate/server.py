@@ -23,12 +23,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 MAX_RANKS = 64
+END = 5.0  # s that killed processes get to be gone before the server itself ends
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -116,11 +118,23 @@ class Server:
                         self.wakeup.recv(4096)
                     self.reap()
                 elif key.fileobj == self.parent:
-                    for group in list(self.groups.values()):
-                        self.drop(group)
+                    self.end()
                     return
                 elif key.fd in self.groups:
                     self.hear(self.groups[key.fd])
+
+    def end(self) -> None:
+        """Kill every group, and what its processes started while they were being killed."""
+        for group in list(self.groups.values()):
+            self.drop(group)
+        deadline = time.monotonic() + END
+        while time.monotonic() < deadline:
+            self.reap()
+            try:
+                os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            time.sleep(0.01)
 
     def hear(self, group: _Group) -> None:
         fds = array.array("i")
@@ -227,11 +241,11 @@ class Server:
                 break
             if pid == 0:
                 break
+            ended = True  # also one of a dropped group, which may have started a child while it was being killed
             for group in self.groups.values():
                 if pid in group.pids and group.pids.index(pid) in group.alive:
                     rank = group.pids.index(pid)
                     group.alive.discard(rank)
-                    ended = True
                     self.tell(group, {"event": "exit", "rank": rank, "status": os.waitstatus_to_exitcode(status)})
         if ended:
             self._kill_orphans()

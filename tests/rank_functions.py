@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -82,6 +83,18 @@ def leave_child(rank):
     """A child in a session of its own, as torchrun's workers are."""
     code = "import time; time.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid
+
+
+def start_children_for_ever(rank, file):
+    """Children one after another, so that some are started while this rank is being killed."""
+
+    def start():
+        with open(file, "a") as pids:
+            while True:
+                pids.write(f"{subprocess.Popen(['sleep', '600'], start_new_session=True).pid}\n")
+                pids.flush()
+
+    threading.Thread(target=start, daemon=True).start()
 
 
 def paths(rank):

@@ -116,6 +116,16 @@ def test_children_of_ranks_are_killed(ranks, gate):
     assert gone(children)
 
 
+def test_children_started_while_ranks_are_killed_are_killed(ranks, gate, tmp_path):
+    """A process table read once misses what a dying rank starts after that."""
+    ranks(fn.start_children_for_ever, str(tmp_path / "pids"), size=2, fresh=True)
+    while not (tmp_path / "pids").exists():
+        time.sleep(0.01)
+    gate.pool.close()
+    time.sleep(0.5)  # what a child's parent has not written down yet
+    assert gone([int(word) for word in (tmp_path / "pids").read_text().split()])
+
+
 def test_nothing_survives_a_killed_pytest(tmp_path):
     """A CI job that is cancelled must not leave ranks behind."""
     code = f"""
