@@ -16,12 +16,7 @@ def judge(world: World, replies: list[Reply], repro: list[str]) -> list[Any]:
     first = world.first if world.first is not None else next(i for i, r in enumerate(replies) if not r.ok)
     error = replies[first].error or {}
     fields = error.get("fields", {})
-    if error["kind"] == "Unsupported":
-        raise Unsupported(fields["what"])
-    if error["kind"] == "Blocked":
-        raise Blocked(fields["reason"])
-    if error["kind"] == "NotTested":
-        raise NotTested(fields["what"], fields.get("lacks", ""))
+    raise_unjudged(error)
     mismatch = first_mismatch([world.trace(rank) for rank in range(world.spec.size)])
     others = [f"rank {i}: {(r.error or {})['text']}" for i, r in enumerate(replies) if not r.ok and i != first]
     finished = [str(i) for i, r in enumerate(replies) if r.ok]
@@ -52,6 +47,17 @@ def judge(world: World, replies: list[Reply], repro: list[str]) -> list[Any]:
     raise Violation(
         "every rank runs to the end", f"{of}: {error['text']}", where=error["where"], detail=detail, repro=repro
     )
+
+
+def raise_unjudged(error: dict[str, Any]) -> None:
+    """Raise what a rank raised (see rank.describe) to say that nothing could be judged; nothing for other errors."""
+    fields = error.get("fields", {})
+    if error.get("kind") == "Unsupported":
+        raise Unsupported(fields["what"])
+    if error.get("kind") == "Blocked":
+        raise Blocked(fields["reason"])
+    if error.get("kind") == "NotTested":
+        raise NotTested(fields["what"], fields.get("lacks", ""))
 
 
 def first_mismatch(traces: list[list[str]]) -> tuple[str, str, str] | None:

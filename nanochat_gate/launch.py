@@ -63,7 +63,10 @@ def torchrun(
     env: dict[str, str] | None = None,
     limit: float = LIMIT,
 ) -> list[Any]:
-    """The results of a rank function on `size` ranks under torchrun; Violation when one does not finish."""
+    """The results of a rank function on `size` ranks under torchrun.
+
+    Violation when one does not finish; Unsupported, Blocked or NotTested as the first one raised it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="torchrun-", dir=gate.folder))
     argv = torchrun_argv(size, str(REPLAY), *_replay_args(gate.target, function, args), "--out", str(folder))
     argv += ["--lane", lane]
@@ -80,6 +83,7 @@ def torchrun(
     how = f"torchrun gave no answer within {limit:.0f} s" if status is None else f"torchrun ended with code {status}"
     first = next((f for f in sorted(folder.glob("rank*.error"), key=os.path.getmtime)), None)
     said = json.loads(first.read_text()) if first else {}
+    judge.raise_unjudged(said)
     actual = f"{how}; {first.stem if first else 'rank ' + ', '.join(missing)}: {said.get('text', 'no result')}"
     expected, where = said.get("fields", {}).get("expected", "every rank runs to the end under torchrun"), ""
     traces = [folder / f"rank{rank}.trace" for rank in range(size)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanochat_gate import target
+from nanochat_gate import recording, target
 
 BACKENDS = ("gloo", "nccl")
 MAX_WORLD = 16
@@ -80,10 +80,17 @@ def check(config: pytest.Config) -> dict[str, Any]:
     except target.TargetError as error:
         raise pytest.UsageError(str(error)) from None
     backends = _split(config.getoption("backends") or "")
+    if config.getoption("backends") is not None and not backends:
+        raise pytest.UsageError(f"--backends: no backend given; known are {', '.join(BACKENDS)}")
     if unknown := [name for name in backends if name not in BACKENDS]:
         raise pytest.UsageError(f"--backends: unknown backend {', '.join(unknown)}; known are {', '.join(BACKENDS)}")
     if unknown := [name for name in config.getoption("require") if name not in BACKENDS]:
-        raise pytest.UsageError(f"--require: unknown {', '.join(unknown)}; known are {', '.join(BACKENDS)}")
+        raise pytest.UsageError(f"--require: unknown {', '.join(map(repr, unknown))}; known are {', '.join(BACKENDS)}")
+    if wrong := [name for name in config.getoption("pass_env") if not name.isidentifier()]:
+        raise pytest.UsageError(f"--pass-env: {wrong[0]!r} is no variable's name; give the name alone, and set it here")
+    out = recording.out_dir(config)
+    if blocking := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None):
+        raise pytest.UsageError(f"--gate-out: {blocking} is a file; give a folder, which is made where it is missing")
     return {
         "target": found,
         "claims": claims,

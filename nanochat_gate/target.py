@@ -24,7 +24,14 @@ else:
     import tomli as tomllib
 
 CLAIMS = ("cpu", "cuda")
-_KEYS = {"package", "claims", "environment", "working-directory", "train-module"}
+_KEYS: dict[str, type] = {
+    "package": str,
+    "claims": list,
+    "environment": dict,
+    "working-directory": str,
+    "train-module": str,
+}
+_WORDS: dict[type, str] = {str: "string", list: "list", dict: "table"}
 
 
 class TargetError(Exception):
@@ -81,6 +88,10 @@ def find(path: str | Path) -> Target:
     if claims is not None:
         claims = check_claims(claims, f"{root.name}/pyproject.toml")
     cwd = said.get("working-directory")
+    if cwd and not (root / cwd).is_dir():
+        raise TargetError(
+            f"{root.name}/pyproject.toml, [tool.nanochat-gate]: working-directory {cwd!r} is no folder of the checkout"
+        )
     return Target(
         root=root,
         import_root=package_folder.parent,
@@ -105,19 +116,24 @@ def _pyproject(root: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        said = tomllib.loads(file.read_text()).get("tool", {}).get("nanochat-gate", {})
+        said: dict[str, Any] = tomllib.loads(file.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TargetError(f"{file.name} of {root.name} is not valid TOML ({error}); mend it or remove it") from None
-    for key, kind, word in (("claims", list, "list"), ("environment", dict, "table")):
+    for table in ("tool", "nanochat-gate"):
+        said = said.get(table, {})
+        if not isinstance(said, dict):
+            raise TargetError(f"{root.name}/pyproject.toml: {table} is a table, not {said!r}")
+    for key, kind in _KEYS.items():
         if not isinstance(said.get(key, kind()), kind):
-            raise TargetError(f"{root.name}/pyproject.toml, [tool.nanochat-gate]: {key} is a {word}, not {said[key]!r}")
-    if unknown := sorted(set(said) - _KEYS):
+            raise TargetError(
+                f"{root.name}/pyproject.toml, [tool.nanochat-gate]: {key} is a {_WORDS[kind]}, not {said[key]!r}"
+            )
+    if unknown := sorted(set(said) - set(_KEYS)):
         raise TargetError(
             f"[tool.nanochat-gate] in {root.name}/pyproject.toml has unknown keys {', '.join(unknown)}; "
             f"known are {', '.join(sorted(_KEYS))}"
         )
-    result: dict[str, Any] = said
-    return result
+    return said
 
 
 def _package(root: Path, named: str | None) -> Path:

@@ -59,6 +59,13 @@ def test_fork_says_what_it_is(tmp_path):
         (lambda path: checkout(path, pyproject="[tool.nanochat-gate]\nclaims = ['tpu']"), "unknown claim tpu"),
         (lambda path: checkout(path, pyproject="[tool.nanochat-gate]\nclaims = 'cpu'"), "claims is a list"),
         (lambda path: checkout(path, pyproject="[tool.nanochat-gate]\nenvironment = 3"), "environment is a table"),
+        (lambda path: checkout(path, pyproject="[tool.nanochat-gate]\npackage = 3"), "package is a string"),
+        (
+            lambda path: checkout(path, pyproject="[tool.nanochat-gate]\nworking-directory = 'nowhere'"),
+            "'nowhere' is no folder of the checkout",
+        ),
+        (lambda path: checkout(path, pyproject="tool = 3"), "tool is a table, not 3"),
+        (lambda path: checkout(path, pyproject="[tool]\nnanochat-gate = 3"), "nanochat-gate is a table, not 3"),
         (lambda path: checkout(path, pyproject="[tool."), "not valid TOML"),
     ],
 )
@@ -84,7 +91,11 @@ def test_world_sizes_that_are_none(text):
         (["--claim", ""], "--claim: no device given"),
         (["--backends", "mpi"], "unknown backend mpi"),
         (["--claim", "tpu"], "unknown claim tpu"),
-        (["--require", "tpu"], "unknown tpu"),
+        (["--backends", ","], "no backend given"),
+        (["--require", "tpu"], "unknown 'tpu'"),
+        (["--require", ""], "unknown ''"),
+        (["--pass-env", "A=B"], "'A=B' is no variable's name"),
+        (["--gate-out", "README.md"], "README.md is a file"),
         (["--level", "may"], "invalid choice"),
     ],
 )

@@ -122,6 +122,24 @@ def chunked(rank, splits, claimed):
     return compared(rank, model, idx, want, parts)
 
 
+def reused(rank, claimed):
+    """Logits of two rows fed through a cache that held another text and was reset, and in one forward."""
+    model, idx, want = full(rank, claimed, 2, TOKENS)
+    cache = new_cache(rank, model, 2, TOKENS)
+    if not hasattr(cache, "reset"):
+        raise Unsupported("the target's KVCache has no reset()")
+    logits(rank, model, (idx + 1) % 96, kv_cache=cache)
+    cache.reset()
+    return compared(rank, model, idx, want, [logits(rank, model, idx, kv_cache=cache)])
+
+
+def tables(rank, claimed):
+    """The buffers of a model for long texts, in fp32: what it computes once, as rotary angles, and where it does."""
+    model = rank.target.model(rank.device, n_layer=1, sequence_len=1024)
+    held = {name: b.float().cpu() for name, b in model.named_buffers() if b.is_floating_point()}
+    return {"tables": held, "where": rank.target.where(type(model))}
+
+
 def compared(rank, model, idx, want, parts):
     """The largest difference at each position of each row, and what is allowed."""
     gap = (torch.cat(parts, dim=1) - want).abs().amax(-1)

@@ -3,11 +3,13 @@
     ATT-18  no token changes the logits before it, every token changes those that follow
     ATT-19  sampling: a prompt in one go, its cache copied to several rows, then token by token
     ATT-20  a prompt in chunks (nanochat's own sampling feeds it in one go)
+    ATT-23  what a bf16 model computes once, as rotary angles, is computed in fp32 and rounded then
+    ATT-24  a cache that was reset remembers nothing
 
 ATT-19 and ATT-20 run past the short window, and carry whatever else a cache holds between calls, as the smear.
 """
 
-from nanochat_gate import requirement, verify
+from nanochat_gate import Unsupported, requirement, verify
 from suites.att import judging, models
 
 CHANGED = (0, 1, 75, 130, 138)
@@ -78,3 +80,32 @@ def test_chunks(ranks, backend):
     """A server that feeds long prompts in chunks answers a slightly different prompt."""
     got = run(ranks, backend, models.chunked, CHUNKS)
     same(got, CHUNKS)
+
+
+@requirement("ATT-24", "A KV cache that was reset gives the logits of a full forward", level="should")
+def test_reset(ranks, backend):
+    """The first token of one user's text continues the text of another."""
+    got = run(ranks, backend, models.reused)
+    same(got, [models.TOKENS])
+
+
+@requirement("ATT-23", "What a bf16 model keeps in buffers, as rotary angles, is its fp32 value rounded once")
+def test_tables(ranks, backend):
+    """Angles taken in bf16 are the same for several positions past 256: a long text is read out of order."""
+    want = run(ranks, backend, models.tables)
+    got = judging.run(ranks, backend, "bfloat16", models.tables)
+    common = [n for n, t in got["tables"].items() if n in want["tables"] and t.shape == want["tables"][n].shape]
+    if not common:
+        raise Unsupported("the target's model has no buffers to look at")
+    for name in common:
+        true, rounded = want["tables"][name].double(), got["tables"][name].double()
+        off = (rounded - true).abs() / true.abs().clamp_min(2.0**-126)
+        worst = int(off.argmax())
+        verify(
+            bool((off <= 2.0**-8).all()),
+            f"buffer {name} of a bf16 model within one rounding, 2^-8, of that of an fp32 model",
+            f"{int((off > 2.0**-8).sum())} of {off.numel()} numbers are further off, "
+            f"such as {float(rounded.flatten()[worst]):.3g} where fp32 has {float(true.flatten()[worst]):.3g}",
+            where=got["where"],
+            hint="take the angles, cos and sin in fp32 and cast the result",
+        )

@@ -4,7 +4,8 @@
     OPT-19  the update descends along each of the gradient's own singular directions
     OPT-20  momentum carries past gradients on, as much as the group says at that step
     OPT-21  Nesterov's look-ahead (should: a fork may leave it out on purpose)
-    OPT-23  weight decay only shrinks, by at most lr * sqrt(max(1, m/n)) * weight_decay
+    OPT-23  weight decay only shrinks, by at most lr * sqrt(max(1, m/n)) * the weight_decay of the step
+    OPT-24  a matrix's update does not depend on the matrices it is stacked with
 
 Gradients are U diag(s) V' with U and V from Hadamard matrices, so that all entries of U and V have one magnitude. Then
 all rows have one norm, and all columns, before and after: rescaling rows or columns (MuonEq, NorMuon) leaves them as
@@ -32,6 +33,9 @@ RATE = 4.0  # factor on lr from step to step; more than the band is wide
 # 0.75*x + 0.0125 (or 1.5*x + 0.25, if past gradients are summed up rather than averaged).
 SECOND = [1.0, -0.3, -3.0, -0.6]
 
+SIZES = [1.0, 2.0**-10, 2.0**-4]  # of the gradients in one stack
+STACKED = 0.125  # room for products in bf16, which may round otherwise in a stack
+
 
 def hadamard(n):
     h = torch.ones(1, 1, dtype=torch.float64)
@@ -55,14 +59,15 @@ def group(kind, decay=0.0):
     return [{"name": kind, "shapes": [SHAPES[kind]], **PLAIN, "weight_decay": decay}]
 
 
-def updates(rank, momenta, values, decay=0.0):
+def updates(rank, momenta, values, decays=(0.0, 0.0)):
     """Per shape, the change of one matrix in each step, of gradients U diag(values[step] * s) V' in turn.
 
-    momenta: the group's momentum at each step. The learning rate grows by RATE from step to step. Positive is downhill.
+    momenta: the group's momentum at each step; decays: its weight decay. The learning rate grows by RATE from step to
+    step. Positive is downhill.
     """
     out = {}
     for kind, shape in SHAPES.items():
-        named, optimizers = build(rank, group(kind, decay))
+        named, optimizers = build(rank, group(kind, decays[0]))
         (p,) = named.values()
         u, v = directions(shape)
         changes = []
@@ -74,9 +79,11 @@ def updates(rank, momenta, values, decay=0.0):
                 for options in optimizer.param_groups:
                     if "momentum" not in options:
                         raise Unsupported("Muon's groups have no momentum to set")
-                    if decay and "weight_decay" not in options:
+                    if any(decays) and "weight_decay" not in options:
                         raise Unsupported("Muon's groups have no weight decay")
                     options["momentum"] = momentum
+                    if "weight_decay" in options:
+                        options["weight_decay"] = decays[step]
                     options["lr"] = PLAIN["lr"] * RATE**step
                 optimizer.step()
             changes.append((before.double() - p.detach().double()).cpu())
@@ -164,25 +171,79 @@ def test_nesterov(ranks, backend):
 
 @requirement("OPT-23", "Muon's weight decay only shrinks, by at most lr * sqrt(max(1, m/n)) * weight_decay")
 def test_decay(ranks, backend):
-    """Decay of the wrong sign or size grows weights until the loss diverges late in a run."""
+    """Decay of the wrong sign or size, or one that ignores its schedule, grows weights or holds them down for ever."""
     decay = MUON["weight_decay"]
-    plain = ranks.single(updates, [0.95], [None], backend=backend, env=FLOAT32)
-    decayed = ranks.single(updates, [0.95], [None], decay, backend=backend, env=FLOAT32)
+    steps = [0.95, 0.95], [None, None]
+    plain = ranks.single(updates, *steps, backend=backend, env=FLOAT32)
+    decayed = ranks.single(updates, *steps, [decay, 0.0], backend=backend, env=FLOAT32)
     for kind, shape in SHAPES.items():
         p = start(shape, f"{kind}[0]").double()
-        extra = (decayed[kind][0] - plain[kind][0]) * p.sign()
-        most = PLAIN["lr"] * max(1, shape[0] / shape[1]) ** 0.5 * decay * p.abs()
-        # Two results that are rounded each, and what is subtracted from either: 4 roundings of 2^-24.
-        slack = 4 * 2.0**-24 * (p.abs() + plain[kind][0].abs() + most)
-        off = torch.maximum(-extra - slack, extra - most - slack)
-        i = int(off.argmax())
-        got, limit, at = (float(x.flatten()[i]) for x in (extra, most, p))
+        length = PLAIN["lr"] * max(1, shape[0] / shape[1]) ** 0.5
+        check_decay(ranks, kind, plain[kind][0], decayed[kind][0], p, length * decay)
+        extra = decayed[kind][1] - plain[kind][1]
+        # Two results that are rounded each, and what they are subtracted from, both larger than the weights here.
+        slack = 4 * 2.0**-24 * (p.abs() + plain[kind][0].abs() + plain[kind][1].abs() + length)
         judge(
             ranks,
             kind,
-            float(off.max()) <= 0 and float(extra.sum()) > 0,
-            "weight decay moves each weight towards zero by 0 to lr * sqrt(max(1, m/n)) * weight_decay of it",
-            f"a weight of {at:.3g} moves by {got:.3g} towards zero, {limit:.3g} is the most"
-            if float(off.max()) > 0
-            else "no weight moves",
+            bool((extra.abs() <= slack).all()),
+            "no weight decays in a step whose weight_decay is 0, after one whose weight_decay was not",
+            f"a weight moves by {float(extra.abs().max()):.3g}",
+            hint="is the group's weight_decay read at every step?",
         )
+
+
+def check_decay(ranks, kind, plain, decayed, p, share):
+    """The change of `p` with decay against that without: towards zero, by `share` of it at most."""
+    extra = (decayed - plain) * p.sign()
+    most = share * p.abs()
+    # Two results that are rounded each, and what is subtracted from either: 4 roundings of 2^-24.
+    slack = 4 * 2.0**-24 * (p.abs() + plain.abs() + most)
+    off = torch.maximum(-extra - slack, extra - most - slack)
+    i = int(off.argmax())
+    got, limit, at = (float(x.flatten()[i]) for x in (extra, most, p))
+    judge(
+        ranks,
+        kind,
+        float(off.max()) <= 0 and float(extra.sum()) > 0,
+        "weight decay moves each weight towards zero by 0 to lr * sqrt(max(1, m/n)) * weight_decay of it",
+        f"a weight of {at:.3g} moves by {got:.3g} towards zero, {limit:.3g} is the most"
+        if float(off.max()) > 0
+        else "no weight moves",
+    )
+
+
+def stack_updates(rank, together):
+    """Per shape, the changes of matrices whose gradients differ in size by SIZES: of one group, or of a group each."""
+    out = {}
+    for kind, shape in SHAPES.items():
+        each = [{**PLAIN, "name": f"{kind}{i}", "shapes": [shape]} for i in range(len(SIZES))]
+        groups = [{**PLAIN, "name": kind, "shapes": [shape] * len(SIZES)}] if together else each
+        named, optimizers = build(rank, groups)
+        u, v = directions(shape)
+        s = spectrum(shape) ** 0.2  # from 1 to 1/2: what products in bf16 round away is small beside all of it
+        before = [p.detach().double() for p in named.values()]
+        for p, size in zip(named.values(), SIZES, strict=True):
+            p.grad = (u @ (s * size).diag() @ v.T).to(p)
+        for optimizer in optimizers:
+            optimizer.step()
+        out[kind] = [(a - p.detach().double()).cpu() for a, p in zip(before, named.values(), strict=True)]
+    return out
+
+
+@requirement("OPT-24", "Muon's update of a matrix does not depend on the matrices it is stacked with")
+def test_stacks(ranks, backend):
+    """Ranks own shares of a stack: what is taken over a whole stack trains another model on every number of GPUs."""
+    together, alone = (ranks.single(stack_updates, one, backend=backend, env=FLOAT32) for one in (True, False))
+    for kind in SHAPES:
+        for i, (got, want) in enumerate(zip(together[kind], alone[kind], strict=True)):
+            off = float((got - want).norm() / want.norm())
+            judge(
+                ranks,
+                kind,
+                off <= STACKED,
+                f"the update that a matrix gets alone, within {STACKED} of its length",
+                f"number {i} of {len(SIZES)} in a stack, with gradients {SIZES[i]:.3g} times those of number 0, "
+                f"is off by {off:.3g} of it",
+                hint="is a norm, mean or rate taken over the stack instead of each of its matrices?",
+            )

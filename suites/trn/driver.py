@@ -122,6 +122,21 @@ def copies(named):
     return {name: parameter.detach().float().cpu().clone() for name, parameter in named.items()}
 
 
+def ignored(rank):
+    """The loss of rows whose second half has targets of -1, and that of their first half alone."""
+    model, _ = make(rank)
+    x, y = rows(0, rank.target.config().vocab_size).to(rank.device).unfold(1, LENGTH, 1).unbind(1)
+    half = LENGTH // 2
+    alone = loss_of(rank, model, torch.cat([x[:, :half], y[:, half - 1 : half]], dim=1))
+    masked = y.clone()
+    masked[:, half:] = -1
+    try:
+        loss = rank.target.loss(model, x.contiguous(), masked)
+    except Exception as error:
+        raise Unsupported(f"its loss takes no targets of -1: {' '.join(str(error).split())}") from error
+    return {"loss": loss.item(), "alone": alone.item(), "where": rank.target.where(type(model).forward)}
+
+
 def skip(rank):
     """Two steps under a GradScaler; in the first, rank 1's gradients overflow. Bits before and after each; the scale.
 

@@ -13,12 +13,15 @@ TRN-04  ranks and accumulation steps traded for each other
 TRN-05  all ranks end with the same bits
 TRN-06  a step that one rank's overflow spoils is skipped by all
 TRN-07  which rows share a micro-batch does not change their loss
+TRN-08  every parameter that has a gradient is trained
+TRN-09  targets of -1 count nothing
 """
 
 import torch
 
 from nanochat_gate import exact, requirement, verify
-from suites.trn.driver import FEW_PARTS, LENGTH, PARTS, ROWS, STEPS, course, losses, reorderings, skip
+from suites.steps import FLOAT32
+from suites.trn.driver import FEW_PARTS, LENGTH, PARTS, ROWS, STEPS, course, ignored, losses, reorderings, skip
 
 # Later steps amplify the first roundings alike in all runs, so their differences have one distribution. Measured over
 # 40 runs of three targets on other seeds: at most 2.0 times the largest of eight. A micro-batch whose weight is wrong
@@ -157,3 +160,21 @@ def test_rows_alone(ranks, size, backend):
         gap = abs(float(losses(course(ranks, 1, backend, **plan))[0] - base))
         expected = f"the first loss within {bound:.3g}, {ROWS * LENGTH} roundings of fp32, however rows are dealt"
         verify(gap <= bound, expected, f"off by {gap:.3g} where rows are shuffled")
+
+
+@requirement("TRN-08", "Every parameter that has a gradient is trained", sizes=(1,))
+def test_all_trained(ranks, size, backend):
+    """A table that no optimizer group holds keeps its first, random values; the others learn around it."""
+    (run,) = course(ranks, size, backend)
+    idle = [n for n, g in run["gradients"].items() if g.any() and torch.equal(run["before"][n], run["after"][n])]
+    said = f"{len(idle)} of {len(run['before'])} parameters stay as they were: {', '.join(idle[:3])}"
+    verify(not idle, "a first step that moves every parameter with a gradient", said, hint="which group holds them?")
+
+
+@requirement("TRN-09", "Targets of -1 count nothing in the loss", sizes=(1,))
+def test_ignored(ranks, size, backend):
+    """Fine-tuning masks the user's words and padding so; a model that learns them writes them itself."""
+    said = ranks.single(ignored, backend=backend, env=FLOAT32)
+    bound = ROWS * LENGTH * 2.0**-24 * said["alone"]
+    expected = f"the loss of the first half of all rows, {said['alone']:.7g}, within {bound:.2g} where the rest is -1"
+    verify(abs(said["loss"] - said["alone"]) <= bound, expected, f"it is {said['loss']:.7g}", where=said["where"])

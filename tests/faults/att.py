@@ -295,4 +295,39 @@ FAULTS = [
         Edit(GPT, "GPT._smear", "before is not None", "before is not None and x.size(1) == 1"),
         ids=("ATT-20",),
     ),
+    Fault(
+        "rotary-frequencies-in-bf16",
+        "Frequencies and positions are bf16: past 256 neighbours share an angle.",
+        Edit(
+            GPT,
+            "GPT._precompute_rotary_embeddings",
+            "1.0 / (base ** (channels / head_dim))",
+            "(1.0 / (base ** (channels / head_dim))).to(common.COMPUTE_DTYPE)",
+        ),
+        Edit(
+            GPT,
+            "GPT._precompute_rotary_embeddings",
+            "torch.arange(seq_len, dtype=torch.float32, device=device)",
+            "torch.arange(seq_len, dtype=common.COMPUTE_DTYPE, device=device)",
+        ),
+        ids=("ATT-23",),
+    ),
+    Fault(
+        "rotary-angles-in-bf16",
+        "cos and sin are taken of angles that bf16 has rounded.",
+        Edit(GPT, "GPT._precompute_rotary_embeddings", "angles.cos()", "angles.to(common.COMPUTE_DTYPE).cos()"),
+        ids=("ATT-23",),
+    ),
+    Fault(
+        "reset-keeps-the-last-embedding",
+        "After a reset the first token still gets its share of the last text's last one.",
+        Edit(ENGINE, "KVCache.reset", "self.prev_embedding = None", "pass"),
+        ids=("ATT-24",),
+    ),
+    Fault(
+        "reset-keeps-the-positions",
+        "After a reset new tokens are written behind those of the last text.",
+        Edit(ENGINE, "KVCache.reset", "self.cache_seqlens.zero_()", "pass"),
+        ids=("ATT-24",),
+    ),
 ]

@@ -118,4 +118,15 @@ FAULTS = [
         Edit(FILE, "load_checkpoint", "saved != here", "False"),
         ids=("CKP-11",),
     ),
+    Fault(
+        "muon-state-beside-the-optimizers",
+        "Muon's state is an attribute that state_dict() does not know of, and starts from nothing after a resume.",
+        Edit(
+            "nanochat/optim.py",
+            "MuonAdamW._muon",
+            "self.state[p]",
+            "self.__dict__.setdefault('muon_state', {}).setdefault(p, {})",
+        ),
+        ids=("CKP-01",),
+    ),
 ]

@@ -309,4 +309,40 @@ FAULTS = [
         ids=(),
         uncaught=OWN_CHOICE,
     ),
+    # What a stack or a run shares that a matrix or a step should have of its own.
+    Fault(
+        "muon-length-over-the-stack",
+        "The norm before the polar factor is the whole stack's: small matrices are hardly orthogonalised.",
+        Edit(OPTIM, "_muon_step", "X.norm(dim=(-2, -1), keepdim=True)", "X.norm()"),
+        ids=("OPT-24",),
+    ),
+    Fault(
+        "muon-rate-over-the-stack",
+        "The norm after the polar factor is the whole stack's: matrices learn more slowly the fewer ranks there are.",
+        Edit(OPTIM, "_muon_step", "g.norm(dim=(-2, -1), keepdim=True)", "g.norm()"),
+        ids=("OPT-24",),
+    ),
+    Fault(
+        "muon-decay-of-the-first-step",
+        "The tensor with Muon's weight decay is made once and never filled again.",
+        Edit(
+            OPTIM,
+            "MuonAdamW._muon",
+            '_t(group["weight_decay"])',
+            'state.setdefault("wd_t", _t(group["weight_decay"]))',
+        ),
+        ids=("OPT-23",),
+    ),
+    Fault(
+        "adamw-counts-in-bf16",
+        "The step count has the parameter's dtype, and for bf16 stays at 256.",
+        Edit(
+            OPTIM,
+            "MuonAdamW._adamw",
+            "state.update(step=0, exp_avg=torch.zeros_like(mine), exp_avg_sq=torch.zeros_like(mine))",
+            "state.update(step=mine.new_zeros(()), exp_avg=torch.zeros_like(mine), exp_avg_sq=torch.zeros_like(mine))",
+        ),
+        Edit(OPTIM, "MuonAdamW._adamw", '_t(state["step"])', 'state["step"].float()'),
+        ids=("OPT-25",),
+    ),
 ]

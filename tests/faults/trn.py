@@ -143,4 +143,51 @@ FAULTS = [
         ),
         ids=("TRN-03",),
     ),
+    # What nobody trains, and what everybody should not.
+    Fault(
+        "value-embeddings-in-no-group",
+        "A table of embeddings is in no group of the optimizer and keeps its random values.",
+        Edit(
+            GPT,
+            "GPT.setup_optimizer",
+            "adamw(self.value_embeds.parameters(), embedding_lr * scale * 0.5, (0.8, 0.995), 0.01)",
+            "adamw([], 0.0, (0.8, 0.995), 0.01)",
+        ),
+        Edit(
+            GPT,
+            "GPT.setup_optimizer",
+            "sum(len(group['params']) for group in groups) == len(list(self.parameters()))",
+            "True",
+        ),
+        ids=("TRN-08",),
+    ),
+    Fault(
+        "embeddings-frozen-by-a-rate-of-zero",
+        "The rate of the embeddings is scaled to nothing.",
+        Edit(
+            GPT,
+            "GPT.setup_optimizer",
+            "adamw(self.transformer.wte.parameters(), embedding_lr * scale, (0.8, 0.995), 0.001)",
+            "adamw(self.transformer.wte.parameters(), embedding_lr * (scale // 768), (0.8, 0.995), 0.001)",
+        ),
+        ids=("TRN-08",),
+        trains=False,
+    ),
+    Fault(
+        "ignored-targets-count",
+        "Masked targets count as token 0, which the model learns to write.",
+        Edit(GPT, "GPT.forward", "targets.reshape(-1)", "targets.reshape(-1).clamp_min(0)"),
+        ids=("TRN-09",),
+    ),
+    Fault(
+        "loss-divided-by-masked-targets-too",
+        "The mean is over all targets, masked ones too: a text with much masked hardly counts.",
+        Edit(
+            GPT,
+            "GPT.forward",
+            LOSS,
+            f"{LOSS.replace('loss_reduction', repr('sum'))} / targets.numel() if loss_reduction == 'mean' else {LOSS}",
+        ),
+        ids=("TRN-09",),
+    ),
 ]
