@@ -316,6 +316,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("size", [size for size in wanted if size in gate.world_sizes])
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes minutes, unless marks were asked for, or tests by name."""
+    if config.option.markexpr or any("::" in arg for arg in config.args):
+        return
+    if slow := [item for item in items if item.get_closest_marker("slow")]:
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """`-k PG-01` and `-m core` select by requirement."""
     marker = item.get_closest_marker("requirement")

@@ -8,8 +8,9 @@ import random
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat_gate import Unsupported, exact
+from nanochat_gate import NotTested, Unsupported, exact
 from suites.opt.judging import expecting
 from suites.steps import FLOAT32, require_observed
 
@@ -38,7 +39,7 @@ def rows(step, vocabulary):
     return torch.stack(tokens, dim=1)
 
 
-def make(rank):
+def make(rank, **config):
     """The target's own model and optimizers, with every parameter moved a little off where it starts.
 
     There half the gradients are zero, and some are nothing but rounding, which AdamW's first steps blow up to its rate.
@@ -46,7 +47,7 @@ def make(rank):
     jumps where an update is next to nothing.
     """
     torch.manual_seed(42)
-    model = rank.target.model(rank.device, **CONFIG)
+    model = rank.target.model(rank.device, **CONFIG, **config)
     for parameter in model.parameters():
         if parameter.element_size() == 2:
             parameter.data = parameter.data.float()
@@ -75,13 +76,16 @@ def train(rank, plan):
 
     plan: micro_batches: how many a step has over all ranks, dealt round-robin; order: a seed that shuffles them; rows:
     a seed that shuffles the rows before; parts: divide this process's share as if among so many ranks; without: a
-    micro-batch that the first step leaves out of the gradients; steps: stop after so many.
+    micro-batch that the first step leaves out of the gradients; steps: stop after so many; compiled: as the training
+    script compiles it.
     Returns the losses (STEPS, micro_batches) in fp64, zero where another rank had the micro-batch; of the first step
     this rank's gradients and the parameters before and after; digests of the parameters at the end.
     """
     count, parts = plan.get("micro_batches", exact.MICRO_BATCHES), plan.get("parts", 1)
     model, optimizers = make(rank)
     named = dict(model.named_parameters())
+    if plan.get("compiled"):
+        model = torch.compile(model, dynamic=False)
     out = {"before": copies(named)}
     losses = torch.zeros(STEPS, count, dtype=torch.float64)
     for step in range(plan.get("steps", STEPS)):
@@ -115,11 +119,31 @@ def train(rank, plan):
         if step == 0:
             out["after"] = copies(named)
     require_observed(rank)
+    if plan.get("compiled") and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        raise NotTested("torch compiled nothing here")
     return out | {"losses": losses, "bits": {name: exact.bits(p) for name, p in named.items()}}
 
 
 def copies(named):
     return {name: parameter.detach().float().cpu().clone() for name, parameter in named.items()}
+
+
+def flops(rank):
+    """Training FLOPs per token: in products with parameters, as torch counts them, in attention to every token, as
+    12 per channel (arXiv 2204.02311), and as the target's model estimates them."""
+    model, _ = make(rank, window_pattern="L")
+    if not hasattr(model, "estimate_flops"):
+        raise Unsupported("the target's model has no estimate_flops()")
+    config = model.config
+    tokens = torch.zeros(2, config.sequence_len + 1, dtype=torch.long, device=rank.device)
+    with FlopCounterMode(display=False) as counter:
+        loss_of(rank, model, tokens).backward()
+    ops = counter.get_flop_counts()["Global"]
+    products = sum(count for op, count in ops.items() if str(op) in ("aten.mm", "aten.addmm"))
+    attention = 12 * config.n_layer * config.n_embd * config.sequence_len
+    where = rank.target.where(type(model).estimate_flops)
+    said = {"products": products / (2 * config.sequence_len), "attention": attention}
+    return {**said, "estimate": float(model.estimate_flops()), "where": where}
 
 
 def ignored(rank):

@@ -190,4 +190,26 @@ FAULTS = [
         ),
         ids=("TRN-09",),
     ),
+    Fault(
+        "flops-without-attention",
+        "MFU is printed lower than it is, the more so the longer the context.",
+        Edit(
+            GPT,
+            "GPT.estimate_flops",
+            "12 * self.config.n_embd * self._keys_read(self.config.sequence_len)",
+            "0",
+        ),
+        ids=("TRN-13",),
+    ),
+    Fault(
+        "flops-with-embeddings",
+        "Tables that are only looked up in count as products, and MFU is printed higher than it is.",
+        Edit(
+            GPT,
+            "GPT.num_matmul_params",
+            "sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))",
+            "sum(p.numel() for p in self.parameters())",
+        ),
+        ids=("TRN-13",),
+    ),
 ]
